@@ -1,0 +1,47 @@
+"""The few ways in which numbers are compared, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+# Two layouts that do the same mathematics in float64 differ by the order of their sums only: about 1e-16 per operation,
+# grown over a few steps of a tiny model. The project's promise is this bound.
+PARITY_FP64 = 1e-10
+# The same in float32: 2**-24 per operation over some hundred terms.
+PARITY_FP32 = 2e-5
+
+
+def assert_bitwise(actual: Tensor, expected: Tensor, name: str = "tensor") -> None:
+    """Both have the same dtype, shape and bits."""
+    assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} is not {expected.dtype}"
+    assert actual.shape == expected.shape, f"{name}: {tuple(actual.shape)} is not {tuple(expected.shape)}"
+    assert torch.equal(actual, expected), f"{name}: {(actual != expected).sum()} of {actual.numel()} elements differ"
+
+
+def assert_parity(actual: Tensor, expected: Tensor, name: str = "tensor") -> None:
+    """Equal but for the order of sums: relative to the largest element, 1e-10 in float64, 2e-5 in float32."""
+    assert actual.shape == expected.shape, f"{name}: {tuple(actual.shape)} is not {tuple(expected.shape)}"
+    assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} is not {expected.dtype}"
+    bound = {torch.float64: PARITY_FP64, torch.float32: PARITY_FP32}[actual.dtype]
+    if actual.numel() == 0:
+        return
+    scale = max(1.0, float(expected.detach().abs().max()))
+    difference = float((actual.detach() - expected.detach()).abs().max())
+    assert difference <= bound * scale, f"{name}: differs by {difference:.3e}, allowed {bound * scale:.1e}"
+
+
+def assert_all_parity(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same names, and each tensor in parity."""
+    assert sorted(actual) == sorted(expected), sorted(set(actual) ^ set(expected))
+    for name in expected:
+        assert_parity(actual[name], expected[name], name)
+
+
+def assert_within_reference_error(actual: Tensor, low_precision: Tensor, exact: Tensor, name: str = "tensor") -> None:
+    """A low-precision result errs at most twice as much as plain torch in that precision errs from the exact one."""
+    allowed = 2 * float((low_precision.double() - exact.double()).abs().max())
+    difference = float((actual.double() - exact.double()).abs().max())
+    assert difference <= allowed, f"{name}: errs by {difference:.3e}, plain torch by {allowed / 2:.3e}"
