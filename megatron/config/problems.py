@@ -1,0 +1,60 @@
+"""What is wrong with a configuration, in words that say what would work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One violated rule.
+
+    flags: the flags whose values the rule relates, the one to change first. A rule about a flag that could not be
+    read is not reported: its value is unknown, and the reading error is reported already.
+    """
+
+    flags: tuple[str, ...]
+    value: object = None
+    rule: str
+    works: str = ""
+
+    def __str__(self) -> str:
+        head = self.flags[0] if self.flags else ""
+        if self.value is not None and self.value != "":
+            head = f"{head} {self.value}".strip()
+        text = f"{head}: {self.rule}" if head else self.rule
+        return f"{text}\n      Works: {self.works}" if self.works else text
+
+
+class ConfigError(ValueError):
+    """All that is wrong with a configuration, at once."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1))
+        super().__init__(f"{count} in the configuration:\n{lines}")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    small = [candidate for candidate in range(1, int(number**0.5) + 1) if number % candidate == 0]
+    return small + [number // candidate for candidate in reversed(small) if candidate * candidate != number]
+
+
+def near(candidates: Iterable[int], value: int, count: int = 3) -> str:
+    """The `count` candidates nearest to value, ascending, as words: `4, 6 or 8`."""
+    return words_or(sorted(sorted(set(candidates), key=lambda candidate: (abs(candidate - value), candidate))[:count]))
+
+
+def multiples(value: int, of: int) -> list[int]:
+    """The positive multiples of `of` just below and just above value."""
+    below = value // of * of
+    return [candidate for candidate in (below, below + of) if candidate > 0]
+
+
+def words_or(values: Iterable[object]) -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}" if words else ""

@@ -1,0 +1,280 @@
+"""The transformer: everything that decides which function the model computes and which parameters it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron.config.options import flag
+from megatron.config.problems import Problem, divisors, multiples, near
+
+PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
+Normalization = Literal["LayerNorm", "RMSNorm"]
+Activation = Literal["gelu_tanh", "gelu", "swiglu", "squared_relu"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformerConfig:
+    """Sizes and choices of the model. Derived sizes are properties."""
+
+    num_layers: int = field(metadata=flag("Transformer layers.", affects="model"))
+    hidden_size: int = field(metadata=flag("Width of the residual stream.", affects="model"))
+    num_attention_heads: int = field(metadata=flag("Query heads of each layer.", affects="model"))
+    ffn_hidden_size: int | None = field(
+        default=None,
+        metadata=flag(
+            "Width inside the MLP; 4 x hidden when not given, 8/3 x hidden rounded down to 64 with SwiGLU.",
+            affects="model",
+            aliases=("--intermediate-size",),
+        ),
+    )
+    kv_channels: int | None = field(
+        default=None, metadata=flag("Width of a head; hidden / heads when not given.", affects="model")
+    )
+    group_query_attention: bool = field(
+        default=False, metadata=flag("Share keys and values among groups of query heads.", affects="model")
+    )
+    num_query_groups: int | None = field(
+        default=None,
+        metadata=flag("Key/value heads with --group-query-attention (there, 1 when not given).", affects="model"),
+    )
+    max_position_embeddings: int | None = field(
+        default=None, metadata=flag("Rows of the learned position table.", affects="model")
+    )
+    position_embedding_type: PositionEmbedding = field(
+        default="learned_absolute",
+        metadata=flag(
+            "How positions enter the model.",
+            affects="model",
+            constants={"--use-rotary-position-embeddings": "rope"},
+            later=("yarn", "mrope", "relative"),
+        ),
+    )
+    rotary_percent: float = field(
+        default=1.0, metadata=flag("Part of each head that is rotated.", affects="model")
+    )
+    rotary_base: int = field(default=10000, metadata=flag("Base of the rotary frequencies.", affects="model"))
+    rotary_interleaved: bool = field(
+        default=False, metadata=flag("Rotate neighbours (2i, 2i+1) instead of halves.", affects="model")
+    )
+    rotary_seq_len_interpolation_factor: float | None = field(
+        default=None, metadata=flag("Divide positions by this factor.", affects="model")
+    )
+    use_rope_scaling: bool = field(
+        default=False, metadata=flag("Scale rotary frequencies as Llama 3.1 does.", affects="model")
+    )
+    rope_scaling_factor: float = field(
+        default=8.0, metadata=flag("Factor of --use-rope-scaling.", affects="model")
+    )
+    normalization: Normalization = field(
+        default="LayerNorm", metadata=flag("Norm of every layer.", affects="model")
+    )
+    norm_epsilon: float = field(
+        default=1e-5,
+        metadata=flag("Epsilon inside the norms.", affects="model", aliases=("--layernorm-epsilon",)),
+    )
+    activation: Activation = field(
+        default="gelu_tanh",
+        metadata=flag(
+            "Function inside the MLP.",
+            affects="model",
+            constants={"--swiglu": "swiglu", "--squared-relu": "squared_relu", "--openai-gelu": "gelu_tanh"},
+            later=("quick_geglu",),
+        ),
+    )
+    add_bias_linear: bool = field(
+        default=True, metadata=flag("Biases of the linear layers.", off="--disable-bias-linear", affects="model")
+    )
+    add_qkv_bias: bool = field(
+        default=False,
+        metadata=flag("Bias of the query/key/value projection, also without other biases.", affects="model"),
+    )
+    qk_layernorm: bool = field(
+        default=False, metadata=flag("Normalize queries and keys per head.", affects="model")
+    )
+    window_size: tuple[int, int] | None = field(
+        default=None,
+        metadata=flag(
+            "Attend to so many tokens to the left and right; -1 is no limit.",
+            words=2,
+            metavar="LEFT RIGHT",
+            affects="model",
+        ),
+    )
+    untie_embeddings_and_output_weights: bool = field(
+        default=False, metadata=flag("Give the output layer weights of its own.", affects="model")
+    )
+    hidden_dropout: float = field(default=0.1, metadata=flag("Dropout on embeddings and residual branches."))
+    attention_dropout: float = field(default=0.1, metadata=flag("Dropout on attention probabilities."))
+    fast_attention_dropout: bool = field(
+        default=False,
+        metadata=flag("Let the attention kernel draw its dropout: faster, and its masks depend on the layout."),
+    )
+    init_method_std: float = field(default=0.02, metadata=flag("Standard deviation of the initial weights."))
+    embedding_init_method_std: float | None = field(
+        default=None, metadata=flag("The same for embeddings; --init-method-std when not given.")
+    )
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies two projections (SwiGLU)."""
+        return self.activation == "swiglu"
+
+    @property
+    def ffn_size(self) -> int:
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.gated:
+            return int((4 * self.hidden_size * 2 / 3) / 64) * 64
+        return 4 * self.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads: as many as query heads without grouped-query attention."""
+        if not self.group_query_attention:
+            return self.num_attention_heads
+        return self.num_query_groups if self.num_query_groups is not None else 1
+
+    @property
+    def query_size(self) -> int:
+        """Width of all queries: heads x head width."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def tied_embeddings(self) -> bool:
+        return not self.untie_embeddings_and_output_weights
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated columns of each head."""
+        return int(self.head_dim * self.rotary_percent)
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong within this section."""
+        sizes = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels")
+        optional = ("num_query_groups", "max_position_embeddings", "rotary_base")
+        for name in sizes + optional:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield Problem(flags=(_flag(name),), value=value, rule="must be at least 1")
+        yield from self._attention_problems()
+        yield from self._position_problems()
+        yield from self._range_problems()
+
+    def _attention_problems(self) -> Iterator[Problem]:
+        heads, hidden, groups = self.num_attention_heads, self.hidden_size, self.num_query_groups
+        if heads < 1 or hidden < 1:
+            return
+        if self.kv_channels is None and hidden % heads:
+            yield Problem(
+                flags=("--hidden-size", "--num-attention-heads"),
+                value=hidden,
+                rule=f"must be divisible by --num-attention-heads {heads}, or the width of a head be given",
+                works=f"--hidden-size {near(multiples(hidden, heads), hidden)}; "
+                f"--num-attention-heads {near(divisors(hidden), heads)}; --kv-channels {max(1, hidden // heads)}",
+            )
+        if groups is not None and not self.group_query_attention:
+            yield Problem(
+                flags=("--num-query-groups", "--group-query-attention"),
+                value=groups,
+                rule="has an effect only with --group-query-attention",
+                works=f"--group-query-attention --num-query-groups {groups}; or leave it out: "
+                f"every one of the {heads} heads has its own keys and values",
+            )
+        elif groups is not None and groups > 0 and heads % groups:
+            yield Problem(
+                flags=("--num-query-groups", "--num-attention-heads"),
+                value=groups,
+                rule=f"must divide --num-attention-heads {heads}",
+                works=f"--num-query-groups {near(divisors(heads), groups)}",
+            )
+        if self.fast_attention_dropout and self.attention_dropout == 0:
+            yield Problem(
+                flags=("--fast-attention-dropout", "--attention-dropout"),
+                rule="there is no attention dropout to speed up: --attention-dropout is 0",
+                works="leave out --fast-attention-dropout",
+            )
+        if self.window_size is not None:
+            left, right = self.window_size
+            if left < -1 or right not in (-1, 0):
+                yield Problem(
+                    flags=("--window-size",),
+                    value=f"{left} {right}",
+                    rule="a GPT looks back only: the left size is -1 (no limit), 0 or more, the right size 0 or -1",
+                    works=f"--window-size {max(left, -1)} 0",
+                )
+
+    def _position_problems(self) -> Iterator[Problem]:
+        kind = self.position_embedding_type
+        rotary = {
+            "--rotary-percent": self.rotary_percent != 1.0,
+            "--rotary-base": self.rotary_base != 10000,
+            "--rotary-interleaved": self.rotary_interleaved,
+            "--rotary-seq-len-interpolation-factor": self.rotary_seq_len_interpolation_factor is not None,
+            "--use-rope-scaling": self.use_rope_scaling,
+        }
+        if kind != "rope":
+            for name in (name for name, given in rotary.items() if given):
+                yield Problem(
+                    flags=(name, "--position-embedding-type"),
+                    rule=f"has an effect only with rotary positions, and --position-embedding-type is {kind}",
+                    works=f"--position-embedding-type rope; or leave out {name}",
+                )
+        elif not 0 < self.rotary_percent <= 1:
+            yield Problem(
+                flags=("--rotary-percent",),
+                value=self.rotary_percent,
+                rule="is the rotated part of a head: more than 0, at most 1",
+                works="--rotary-percent 1.0, 0.5 or 0.25",
+            )
+        elif self.num_attention_heads > 0 and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            yield Problem(
+                flags=("--rotary-percent", "--kv-channels", "--hidden-size", "--num-attention-heads"),
+                value=self.rotary_percent,
+                rule=f"rotates {self.rotary_dim} of the {self.head_dim} columns of a head; "
+                "columns turn in pairs, so the number must be even and at least 2",
+                works=self._rotary_advice(),
+            )
+        if self.rope_scaling_factor != 8.0 and not self.use_rope_scaling:
+            yield Problem(
+                flags=("--rope-scaling-factor", "--use-rope-scaling"),
+                value=self.rope_scaling_factor,
+                rule="has an effect only with --use-rope-scaling",
+                works=f"--use-rope-scaling --rope-scaling-factor {self.rope_scaling_factor}",
+            )
+
+    def _rotary_advice(self) -> str:
+        if self.head_dim % 2:
+            return f"--kv-channels {near(multiples(self.head_dim, 2), self.head_dim)}"
+        even = near(range(2, self.head_dim + 1, 2), self.rotary_dim, 1)
+        return f"--rotary-percent {int(even) / self.head_dim:.6g} ({even} columns)"
+
+    def _range_problems(self) -> Iterator[Problem]:
+        for name in ("hidden_dropout", "attention_dropout"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                yield Problem(
+                    flags=(_flag(name),),
+                    value=value,
+                    rule="is a probability: at least 0, less than 1",
+                    works=f"{_flag(name)} 0.0 or 0.1",
+                )
+        positive = {
+            "norm_epsilon": self.norm_epsilon,
+            "rope_scaling_factor": self.rope_scaling_factor,
+            "rotary_seq_len_interpolation_factor": self.rotary_seq_len_interpolation_factor,
+            "init_method_std": self.init_method_std,
+            "embedding_init_method_std": self.embedding_init_method_std,
+        }
+        for name, number in positive.items():
+            if number is not None and number <= 0:
+                yield Problem(flags=(_flag(name),), value=number, rule="must be more than 0")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
