@@ -1,0 +1,1 @@
+"""Data parallelism: contiguous buffers of parameters and gradients, and the reductions of gradients."""

@@ -1,0 +1,142 @@
+"""The reductions that turn one rank's gradients into the gradients of the global batch.
+
+Note [Gradient finalization order]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+After the last backward pass of a step, once, and in this order:
+
+1. Partial gradients over the tensor-parallel group. Under sequence parallelism each rank saw only its part of
+   the sequence at the norms and row-parallel biases, and only its heads at the norms of queries and keys:
+   each has a partial sum.
+2. Replicated key and value heads over the tensor-parallel group. With fewer groups of them than ranks,
+   several
+   ranks hold a group, each for its own query heads: partial sums again, but of some rows of a parameter that
+   is otherwise split.
+3. Tied embeddings over the embedding group. The first stage has the gradient of looking tokens up, the last
+   one
+   that of the output layer: one parameter, two summands.
+4. Everything over the data-parallel group, in place in the buffers.
+
+All are sums in place in `main_grad`, so none may run twice, nor before the last micro-batch: the second time
+it would add up what is summed already. Sums commute, so on whole buffers 4 could come first; but it is the
+one that may leave each rank with only its slice of the sum (a distributed optimizer reduce-scatters), and 1
+to 3 would then mix summed elements with unsummed ones. It is also the one that overlaps with the backward
+pass, for all parameters but those of 1 to 3. The global norm and the clipping come after all four: before 3
+the two copies of a tied embedding have different gradients, would be clipped and updated differently, and
+drift apart with no error anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron.core import collectives
+from megatron.core.comm_group import CommGroup
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.grad_buffer import main_grad_of
+from megatron.core.shard import shard_of
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """A rank's own gradients, before any reduction, hold a NaN or an infinity."""
+
+
+def finalize_model_grads(
+    chunks: Sequence[DistributedDataParallel],
+    *,
+    tensor: CommGroup,
+    embedding: CommGroup | None,
+    data: CommGroup,
+    check_finite: bool = False,
+) -> None:
+    """Sum gradients over whatever each was split over. See Note [Gradient finalization order].
+
+    Args:
+        chunks: the model chunks of this rank, in the same order on all ranks of its tensor-parallel group.
+        embedding: first and last stage; None on a stage between them.
+        data: the ranks that saw other samples; the chunks' own `data_group`.
+        check_finite: look for NaN and infinity first, while it is still known which rank made them. One more
+            pass over the gradients; not for fp16 with a dynamic loss scale, where an overflow is part of the
+            method.
+
+    Raises:
+        NonFiniteGradientError: with `check_finite`; names the rank and its parameters.
+    """
+    if check_finite:
+        check_gradients_are_finite(chunks, rank=data.ranks[data.rank])
+    if tensor.size > 1:
+        _sum_partial_gradients(chunks, tensor)
+        _sum_replicated_runs(chunks, tensor)
+    if embedding is not None and embedding.size > 1:
+        _sum_tied_gradients(chunks, embedding)
+    for chunk in chunks:
+        assert chunk.data_group == data, f"the chunk reduces over {chunk.data_group.ranks}, not {data.ranks}"
+        chunk.reduce_gradients()
+
+
+def check_gradients_are_finite(chunks: Sequence[DistributedDataParallel], *, rank: int) -> None:
+    """Raise `NonFiniteGradientError` with the global rank and the parameters whose gradient is not finite."""
+    buffers = [buffer for chunk in chunks for buffer in chunk.grad_buffers]
+    # A NaN or an infinity anywhere makes the sum one; the search by parameter is for the bad case only.
+    suspects = [buffer for buffer in buffers if not buffer.gradients.sum().isfinite()]
+    names = [
+        shard_of(entry.parameter).name or entry.name
+        for buffer in suspects
+        for entry in buffer.entries
+        if not entry.view(buffer.gradients).isfinite().all()
+    ]
+    if names:
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise NonFiniteGradientError(
+            f"rank {rank}: the gradients of {len(names)} parameters are not finite before any reduction: "
+            f"{shown}"
+        )
+
+
+def _all_reduce_coalesced_(gradients: Sequence[Tensor], group: CommGroup) -> None:
+    """Sum each tensor over the group, all in one collective."""
+    if not gradients:
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    collectives.all_reduce_(flat, group)
+    for gradient, summed in zip(
+        gradients, flat.split_with_sizes([gradient.numel() for gradient in gradients])
+    ):
+        gradient.copy_(summed.view(gradient.shape))
+
+
+def _sum_partial_gradients(chunks: Sequence[DistributedDataParallel], tensor: CommGroup) -> None:
+    parameters = [parameter for chunk in chunks for parameter in chunk.trainable_parameters()]
+    partial = [main_grad_of(parameter) for parameter in parameters if shard_of(parameter).partial_gradient]
+    _all_reduce_coalesced_(partial, tensor)
+
+
+def _sum_replicated_runs(chunks: Sequence[DistributedDataParallel], tensor: CommGroup) -> None:
+    """Each rank puts its part of a run at the run's place among all of them, and takes the sum back."""
+    replicated = [runs for chunk in chunks for runs in chunk.replicated_runs]
+    if not replicated:
+        return
+    sizes = [prod(runs.shape) for runs in replicated]
+    gradient = main_grad_of(replicated[0].parameter)
+    flat = torch.zeros(sum(sizes), dtype=gradient.dtype, device=gradient.device)
+    concatenations = [part.view(runs.shape) for part, runs in zip(flat.split_with_sizes(sizes), replicated)]
+    for runs, concatenation in zip(replicated, concatenations):
+        runs.place(concatenation)
+    collectives.all_reduce_(flat, tensor)
+    for runs, concatenation in zip(replicated, concatenations):
+        runs.take_back(concatenation)
+
+
+def _sum_tied_gradients(chunks: Sequence[DistributedDataParallel], embedding: CommGroup) -> None:
+    """Both stages list the tied tensors in the order of their names, so that the same ones meet."""
+    copies: dict[str, Tensor] = {}
+    for chunk in chunks:
+        for parameter in chunk.trainable_parameters():
+            shard = shard_of(parameter)
+            if shard.tied:
+                assert shard.name not in copies, f"this rank holds two copies of {shard.name}"
+                copies[shard.name] = main_grad_of(parameter)
+    _all_reduce_coalesced_([copies[name] for name in sorted(copies)], embedding)

@@ -1,0 +1,135 @@
+"""AdamW over a whole flat buffer in one call: unscale, clip, moments, decay, parameters, low-precision copy.
+
+This is the interface that a fused kernel fills in. `adamw_` goes through torch's own fused functional,
+`adamw_reference_` is the mathematics in plain operations. Loshchilov and Hutter, "Decoupled Weight Decay
+Regularization", 2019.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class HyperRun:
+    """A run of consecutive elements of a flat buffer that share their hyper-parameters.
+
+    Attributes:
+        length: number of elements. The runs of a buffer tile it: each starts where the one before it ends.
+        weight_decay_multiplier: 0 on biases and norms.
+        lr_multiplier: factor of the learning rate, for the decay too.
+    """
+
+    length: int
+    weight_decay_multiplier: float = 1.0
+    lr_multiplier: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamHyperParameters:
+    """What one AdamW step needs besides the tensors.
+
+    Attributes:
+        step: number of this update, from 1, for the bias corrections.
+        gradient_scale: what the gradients still have to be divided by: loss scale over clip factor.
+    """
+
+    step: int
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    gradient_scale: float = 1.0
+
+
+def adamw_(
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    runs: Sequence[HyperRun],
+    hyper: AdamHyperParameters,
+    low_precision: Tensor | None = None,
+) -> None:
+    """One AdamW step, in place, on flat tensors of one shape [n] and dtype (float32 or float64).
+
+    Args:
+        gradient: may be overwritten.
+        runs: tile the n elements.
+        low_precision: [n] in the model's dtype; receives the rounded parameters.
+
+    Equal inputs give equal bits, at any position in the buffer: torch's kernel takes the last elements of a
+    run that do not fill a vector one by one, so runs should be multiples of 64 long.
+    """
+    assert sum(run.length for run in runs) == parameter.numel(), "the runs do not tile the buffer"
+    if parameter.numel() == 0:
+        return
+    grad_scale = None
+    if hyper.gradient_scale != 1.0:
+        if parameter.dtype == torch.float64:  # torch's kernel reads the factor as float32
+            gradient.div_(hyper.gradient_scale)
+        else:
+            grad_scale = torch.full((), hyper.gradient_scale, dtype=torch.float32, device=parameter.device)
+    step = torch.full((), float(hyper.step), dtype=parameter.dtype, device=parameter.device)
+    sizes = [run.length for run in runs]
+    views = [flat.split_with_sizes(sizes) for flat in (parameter, gradient, exp_avg, exp_avg_sq)]
+    for weight_decay, lr in sorted({(run.weight_decay_multiplier, run.lr_multiplier) for run in runs}):
+        members = [
+            i
+            for i, run in enumerate(runs)
+            if (run.weight_decay_multiplier, run.lr_multiplier) == (weight_decay, lr)
+        ]
+        parameters, gradients, exp_avgs, exp_avg_sqs = ([view[i] for i in members] for view in views)
+        torch._fused_adamw_(
+            parameters,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [step] * len(members),
+            lr=lr * hyper.lr,
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            weight_decay=weight_decay * hyper.weight_decay,
+            eps=hyper.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+        )
+    if low_precision is not None:
+        low_precision.copy_(parameter)
+
+
+def adamw_reference_(
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    runs: Sequence[HyperRun],
+    hyper: AdamHyperParameters,
+    low_precision: Tensor | None = None,
+) -> None:
+    """The same as `adamw_` in plain operations; `gradient` is left alone."""
+    assert sum(run.length for run in runs) == parameter.numel(), "the runs do not tile the buffer"
+    correction1 = 1 - hyper.beta1**hyper.step
+    correction2 = 1 - hyper.beta2**hyper.step
+    start = 0
+    for run in runs:
+        p, g, m, v = (flat[start : start + run.length] for flat in (parameter, gradient, exp_avg, exp_avg_sq))
+        lr = run.lr_multiplier * hyper.lr
+        g = g / hyper.gradient_scale
+        p.mul_(1 - lr * run.weight_decay_multiplier * hyper.weight_decay)
+        m.mul_(hyper.beta1).add_(g, alpha=1 - hyper.beta1)
+        v.mul_(hyper.beta2).addcmul_(g, g, value=1 - hyper.beta2)
+        p.addcdiv_(m, v.sqrt().div_(math.sqrt(correction2)).add_(hyper.eps), value=-lr / correction1)
+        start += run.length
+    if low_precision is not None:
+        low_precision.copy_(parameter)

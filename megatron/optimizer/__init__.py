@@ -1,0 +1,1 @@
+"""Updating the weights: rules, mixed precision, clipping, loss scale, schedules."""

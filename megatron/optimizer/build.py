@@ -1,0 +1,62 @@
+"""The optimizer that a configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.comm_group import CommGroup
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.optimizer.adam import AdamW
+from megatron.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
+from megatron.optimizer.optimizer import MegatronOptimizer
+from megatron.optimizer.sgd import SGD
+from megatron.optimizer.update_rule import UpdateRule
+
+
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel],
+    config: OptimizerConfig,
+    *,
+    model_group: CommGroup,
+    count_zeros: bool = False,
+) -> MegatronOptimizer:
+    """One optimizer for all trainable parameters of the chunks.
+
+    Build it after the first values are set: low-precision parameters are copied into the main ones here.
+
+    Args:
+        model_group: all ranks that together hold one copy of the model.
+        count_zeros: report the number of zero gradient elements (`--log-num-zeros-in-grad`).
+    """
+    return MegatronOptimizer(
+        [buffer for chunk in chunks for buffer in chunk.grad_buffers],
+        build_update_rule(config),
+        scaler=build_grad_scaler(config),
+        clip_grad=config.clip_grad,
+        model_group=model_group,
+        device=next(chunks[0].parameters()).device,
+        count_zeros=count_zeros,
+    )
+
+
+def build_update_rule(config: OptimizerConfig) -> UpdateRule:
+    if config.optimizer == "adam":
+        return AdamW(beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps)
+    if config.optimizer == "sgd":
+        return SGD(momentum=config.sgd_momentum)
+    raise ValueError(f"--optimizer {config.optimizer}: must be one of adam, sgd")
+
+
+def build_grad_scaler(config: OptimizerConfig) -> GradScaler:
+    """A constant scale when `--loss-scale` gives one, a dynamic one for float16, else 1."""
+    if config.loss_scale is not None:
+        return ConstantGradScaler(config.loss_scale)
+    if config.precision == "fp16":
+        return DynamicGradScaler(
+            initial_scale=config.initial_loss_scale,
+            min_scale=config.min_loss_scale,
+            growth_interval=config.loss_scale_window,
+            hysteresis=config.hysteresis,
+        )
+    return ConstantGradScaler()

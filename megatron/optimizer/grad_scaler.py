@@ -1,0 +1,117 @@
+"""The factor that the loss carries through the backward pass, so that small gradients survive in float16.
+
+Micikevicius et al., "Mixed Precision Training", 2018. Growth, back-off and hysteresis are Megatron-LM's.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class GradScaler(Protocol):
+    """A loss scale that may answer to overflows."""
+
+    @property
+    def scale(self) -> float: ...
+
+    def update(self, found_inf: bool) -> None:
+        """Called once a step, after the gradients were looked at."""
+
+    def state_dict(self) -> dict[str, float]: ...
+
+    def load_state_dict(self, state: dict[str, float]) -> None: ...
+
+
+class ConstantGradScaler:
+    """A fixed loss scale: 1, or what `--loss-scale` says. It has no state; the flag of this run holds."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        if not scale > 0:
+            raise ValueError(
+                f"--loss-scale {scale}: the loss scale must be positive, such as 4096; leave it out for 1"
+            )
+        self._scale = scale
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+    def update(self, found_inf: bool) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        pass
+
+
+class DynamicGradScaler:
+    """A loss scale that grows while all goes well and backs off on overflow.
+
+    After `growth_interval` steps in a row without overflow the scale is multiplied by `growth_factor`. On an
+    overflow it is multiplied by `backoff_factor`, but not below `min_scale`, and not for the first
+    `hysteresis - 1` overflows since it last grew. Only growth restores the hysteresis; until then each
+    further overflow backs off.
+    """
+
+    def __init__(
+        self,
+        *,
+        initial_scale: float,
+        min_scale: float,
+        growth_interval: int,
+        hysteresis: int,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+    ) -> None:
+        if not 0 < min_scale <= initial_scale:
+            raise ValueError(
+                f"--min-loss-scale {min_scale}, --initial-loss-scale {initial_scale}: the smallest scale "
+                f"must be positive and at most the first one; the defaults are 1 and 4294967296"
+            )
+        if growth_interval < 1 or hysteresis < 1:
+            raise ValueError(
+                f"--loss-scale-window {growth_interval}, --hysteresis {hysteresis}: both must be at least 1; "
+                f"the defaults are 1000 and 2"
+            )
+        assert growth_factor > 1 > backoff_factor > 0
+        self._scale = initial_scale
+        self.min_scale = min_scale
+        self.growth_interval = growth_interval
+        self.hysteresis = hysteresis
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_tracker = 0
+        self.hysteresis_tracker = hysteresis
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+    def update(self, found_inf: bool) -> None:
+        if found_inf:
+            self.growth_tracker = 0
+            self.hysteresis_tracker -= 1
+            if self.hysteresis_tracker <= 0:
+                self._scale = max(self._scale * self.backoff_factor, self.min_scale)
+        else:
+            self.growth_tracker += 1
+            if self.growth_tracker == self.growth_interval:
+                self.growth_tracker = 0
+                self.hysteresis_tracker = self.hysteresis
+                self._scale *= self.growth_factor
+
+    def state_dict(self) -> dict[str, float]:
+        return {
+            "scale": self._scale,
+            "growth_tracker": self.growth_tracker,
+            "hysteresis_tracker": self.hysteresis_tracker,
+        }
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take over a saved state; an empty one, of a run without a dynamic scale, leaves the first scale."""
+        if state:
+            self._scale = float(state["scale"])
+            self.growth_tracker = int(state["growth_tracker"])
+            self.hysteresis_tracker = int(state["hysteresis_tracker"])

@@ -1,0 +1,98 @@
+"""Main parameters and optimizer state of one gradient buffer, as flat tensors beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.grad_buffer import BufferEntry, GradBuffer
+from megatron.core.kernels.adam import HyperRun
+from megatron.core.shard import NamedTensor, shard_of
+from megatron.optimizer.clip_grads import merge_runs, owned_runs
+from megatron.optimizer.update_rule import FlatStep, UpdateRule
+
+
+def decays(entry: BufferEntry) -> bool:
+    """Whether weight decay applies: to matrices, not to biases nor to any norm, which are all vectors."""
+    return len(shard_of(entry.parameter).global_shape) > 1 and not entry.name.endswith("bias")
+
+
+class MainParameters:
+    """What an update rule reads and writes for one `GradBuffer`.
+
+    The main parameters have the dtype of the gradients. When that is the model's dtype too, they are the
+    model's own buffer; else (bfloat16, float16) they are a float32 copy from which the model's are rounded
+    after each update.
+
+    Attributes:
+        main: [n] main parameters.
+        low_precision: [n] the model's parameters when they are not `main`.
+        state: [n] each.
+        runs: hyper-parameters along the buffer. A run takes in the zeros up to the next parameter, which any
+            rule leaves zero; so all runs are multiples of the buffer's alignment long.
+        owned: the elements that count in norms on this rank.
+    """
+
+    def __init__(self, buffer: GradBuffer, rule: UpdateRule) -> None:
+        self.buffer = buffer
+        self.rule = rule
+        model_is_main = buffer.parameters.dtype == buffer.gradients.dtype
+        self.main = buffer.parameters if model_is_main else buffer.parameters.to(buffer.gradients.dtype)
+        self.low_precision = None if model_is_main else buffer.parameters
+        self.state = {name: torch.zeros_like(self.main) for name in rule.state_names}
+        self.runs = self._hyper_runs()
+        self.owned = merge_runs(
+            (entry.start + start, entry.start + stop)
+            for entry in buffer.entries
+            for start, stop in owned_runs(shard_of(entry.parameter), tuple(entry.parameter.shape))
+        )
+
+    def _hyper_runs(self) -> tuple[HyperRun, ...]:
+        starts = [entry.start for entry in self.buffer.entries] + [self.buffer.parameters.numel()]
+        runs: list[HyperRun] = []
+        for entry, start, stop in zip(self.buffer.entries, starts, starts[1:]):
+            run = HyperRun(length=stop - start, weight_decay_multiplier=1.0 if decays(entry) else 0.0)
+            if runs and runs[-1].weight_decay_multiplier == run.weight_decay_multiplier:
+                last = runs.pop()
+                run = HyperRun(
+                    length=last.length + run.length, weight_decay_multiplier=run.weight_decay_multiplier
+                )
+            runs.append(run)
+        return tuple(runs)
+
+    def update(self, *, number: int, lr: float, weight_decay: float, gradient_scale: float) -> None:
+        self.rule.update_(
+            FlatStep(
+                parameter=self.main,
+                gradient=self.buffer.gradients,
+                state=self.state,
+                low_precision=self.low_precision,
+                runs=self.runs,
+                number=number,
+                lr=lr,
+                weight_decay=weight_decay,
+                gradient_scale=gradient_scale,
+            )
+        )
+
+    def named_state(self) -> Iterator[NamedTensor]:
+        """Views of the state, and of the main parameters when the model has other ones, by parameter."""
+        kinds: dict[str, Tensor] = dict(self.state)
+        if self.low_precision is not None:
+            kinds["main_param"] = self.main
+        for kind, flat in kinds.items():
+            for entry in self.buffer.entries:
+                shard = shard_of(entry.parameter)
+                assert shard.name, f"{entry.name} has no global name"
+                yield NamedTensor(key=f"optimizer.{kind}.{shard.name}", tensor=entry.view(flat), shard=shard)
+
+    def after_load(self, *, main_params_loaded: bool) -> None:
+        """Make model and main parameters agree again."""
+        if self.low_precision is None:
+            return
+        if main_params_loaded:
+            self.low_precision.copy_(self.main)
+        else:
+            self.main.copy_(self.low_precision)

@@ -1,0 +1,164 @@
+"""The optimizer step: global norm, overflow check, clipping, update, low-precision copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import collectives
+from megatron.core.comm_group import CommGroup
+from megatron.core.distributed.grad_buffer import GradBuffer
+from megatron.core.shard import NamedTensor
+from megatron.optimizer.clip_grads import Run, clip_factor, count_zeros, exact_sum_of_squares, sum_of_squares
+from megatron.optimizer.grad_scaler import GradScaler
+from megatron.optimizer.mixed_precision import MainParameters
+from megatron.optimizer.update_rule import UpdateRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateReport:
+    """What a step did; the same on all ranks.
+
+    Attributes:
+        applied: False when the step was skipped: nothing but the loss scale has changed.
+        grad_norm: global norm of the unscaled gradients before clipping; not finite when one of them was not.
+        num_zeros: gradient elements of the global model that are exactly zero, when that is counted.
+        loss_scale: the one of the next step.
+    """
+
+    applied: bool
+    grad_norm: float
+    num_zeros: int | None
+    loss_scale: float
+
+
+class MegatronOptimizer:
+    """One optimizer for all model chunks of a rank: any update rule, in any precision.
+
+    `step` expects final gradients in the buffers (`finalize_model_grads`). Each of its decisions comes from a
+    number that was reduced over all ranks of the model, so all of them apply a step or none does.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[GradBuffer],
+        rule: UpdateRule,
+        *,
+        scaler: GradScaler,
+        clip_grad: float,
+        model_group: CommGroup,
+        device: torch.device,
+        count_zeros: bool = False,
+    ) -> None:
+        """
+        Args:
+            clip_grad: largest global norm; 0 for no clipping.
+            model_group: all ranks that together hold one copy of the model (tensor × pipeline).
+            device: where the buffers are, or would be on a rank whose parameters are all frozen.
+            count_zeros: report the number of zero gradient elements, for one more pass over the gradients.
+        """
+        self.rule = rule
+        self.scaler = scaler
+        self.clip_grad = clip_grad
+        self.model_group = model_group
+        self.parts = tuple(MainParameters(buffer, rule) for buffer in buffers)
+        self._device = device
+        self._count_zeros = count_zeros
+        self._updates = 0
+        self._schedule: tuple[float, float] | None = None
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that the losses of the next step must carry into their backward pass."""
+        return self.scaler.scale
+
+    @property
+    def num_updates(self) -> int:
+        """How many steps were applied."""
+        return self._updates
+
+    def set_schedule(self, lr: float, weight_decay: float) -> None:
+        """The learning rate and weight decay of the steps to come; nothing else sets them."""
+        self._schedule = (lr, weight_decay)
+
+    @torch.no_grad()
+    def step(self) -> UpdateReport:
+        """Update the parameters from the gradients; skip it when a gradient is not finite.
+
+        With a dynamic loss scale such an overflow is part of the method and moves the scale. Without one it
+        is a fault: the caller sees `applied=False` with a `grad_norm` that is not finite, and decides.
+        """
+        assert self._schedule is not None, "set_schedule() must be called before step()"
+        lr, weight_decay = self._schedule
+        scale = self.loss_scale
+        grad_norm = self._grad_norm() / scale
+        num_zeros = int(self._over_model(count_zeros, torch.int64)) if self._count_zeros else None
+        finite = math.isfinite(grad_norm)
+        if finite:
+            self._updates += 1
+            gradient_scale = scale / clip_factor(grad_norm, self.clip_grad)
+            for part in self.parts:
+                part.update(
+                    number=self._updates, lr=lr, weight_decay=weight_decay, gradient_scale=gradient_scale
+                )
+        self.scaler.update(found_inf=not finite)
+        return UpdateReport(
+            applied=finite, grad_norm=grad_norm, num_zeros=num_zeros, loss_scale=self.loss_scale
+        )
+
+    def skip_step(self) -> UpdateReport:
+        """The report of a step that changes nothing, such as one on a batch without a single token."""
+        return UpdateReport(applied=False, grad_norm=0.0, num_zeros=None, loss_scale=self.loss_scale)
+
+    def _grad_norm(self) -> float:
+        """Norm of the gradients of the global model, still multiplied by the loss scale."""
+        total = float(self._over_model(sum_of_squares, torch.float64))
+        if not math.isfinite(total):  # squares may overflow where gradients do not
+            total = float(self._over_model(exact_sum_of_squares, torch.float64))
+        return math.sqrt(total) if total >= 0 else total  # a NaN stays one
+
+    def _over_model(self, measure: Callable[[Tensor, Iterable[Run]], Tensor], dtype: torch.dtype) -> Tensor:
+        """Sum of a measure of the owned gradients over all buffers of all ranks of the model."""
+        total = torch.zeros((), dtype=dtype, device=self._device)
+        for part in self.parts:
+            total += measure(part.buffer.gradients, part.owned)
+        collectives.all_reduce_(total, self.model_group)
+        return total
+
+    def named_state(self) -> Iterator[NamedTensor]:
+        """The tensors of the optimizer as shards of global ones. To load a checkpoint, copy into them."""
+        for part in self.parts:
+            yield from part.named_state()
+
+    @torch.no_grad()
+    def after_load(self, *, main_params_loaded: bool) -> None:
+        """Make model and main parameters agree after tensors were loaded.
+
+        Args:
+            main_params_loaded: whether the main parameters came with the checkpoint. If not, they become the
+                model's: call it so after initialising or loading the model alone too.
+        """
+        for part in self.parts:
+            part.after_load(main_params_loaded=main_params_loaded)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is not a tensor, as plain JSON values."""
+        return {"rule": self.rule.name, "num_updates": self._updates, "grad_scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: the state is another optimizer's.
+        """
+        if state["rule"] != self.rule.name:
+            raise ValueError(
+                f"--optimizer {self.rule.name}: the checkpoint holds the state of {state['rule']!r}; use "
+                f"--optimizer {state['rule']}, or --no-load-optim to start with a fresh state"
+            )
+        self._updates = int(state["num_updates"])
+        self.scaler.load_state_dict(state["grad_scaler"])

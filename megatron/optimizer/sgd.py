@@ -1,0 +1,41 @@
+"""Stochastic gradient descent with momentum, as an update rule over flat buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.optimizer.update_rule import FlatStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD:
+    """g += decay·p; m = momentum·m + g; p -= lr·m, with the decay in the gradient as `torch.optim.SGD` has it."""
+
+    momentum: float = 0.9
+
+    @property
+    def name(self) -> str:
+        return "sgd"
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("momentum",) if self.momentum else ()
+
+    def update_(self, step: FlatStep) -> None:
+        sizes = [run.length for run in step.runs]
+        parameters = step.parameter.split_with_sizes(sizes)
+        gradients = step.gradient.split_with_sizes(sizes)
+        if step.gradient_scale != 1.0:
+            step.gradient.div_(step.gradient_scale)
+        for run, parameter, gradient in zip(step.runs, parameters, gradients):
+            decay = step.weight_decay * run.weight_decay_multiplier
+            if decay:
+                gradient.add_(parameter, alpha=decay)
+        if self.momentum:
+            direction = step.state["momentum"].mul_(self.momentum).add_(step.gradient)
+        else:
+            direction = step.gradient
+        for run, parameter, part in zip(step.runs, parameters, direction.split_with_sizes(sizes)):
+            parameter.add_(part, alpha=-step.lr * run.lr_multiplier)
+        if step.low_precision is not None:
+            step.low_precision.copy_(step.parameter)
