@@ -1,0 +1,40 @@
+"""Checkpoints that belong to the model, not to the layout that wrote it.
+
+One form on disk: safetensors files that hold slices of global tensors, and JSON that says which slice lies
+where. No pickle is read or written. `torch.distributed.checkpoint` is not used: its `.metadata` file is a
+pickle, so reading one can run code, and it has neither checksums nor a form that is whole or absent after a
+kill. What would be taken from it, overlapping boxes, is a page of arithmetic (`slices.py`, `resharding.py`),
+and needs no DTensor.
+
+    <save>/latest_checkpointed_iteration.txt  names the newest checkpoint, moved last
+    <save>/iter_0000100/
+        shard_00000.safetensors           the slices that rank 0 owns, named "<key>@<offset>"
+        index.json                        global tensors: dtype, shape, slices, checksums; sizes of the files
+        metadata.json                     what the caller saved: configuration, iteration, schedule, ...
+        COMPLETE                          checksums of these two, written last
+    <save>/.tmp-iter_0000100/                 a save that has not ended
+    <save>/.replaced-iter_0000100/            what a second save of the iteration replaces, for an instant
+"""
+
+from megatron.checkpointing.errors import CheckpointError, NoCheckpointError
+from megatron.checkpointing.load import (
+    Checkpoint,
+    LoadSummary,
+    describe_missing,
+    list_checkpoints,
+    load_checkpoint,
+    read_tracker,
+)
+from megatron.checkpointing.save import save_checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "LoadSummary",
+    "NoCheckpointError",
+    "describe_missing",
+    "list_checkpoints",
+    "load_checkpoint",
+    "read_tracker",
+    "save_checkpoint",
+]

@@ -1,0 +1,320 @@
+"""Finding, checking and reading a checkpoint: whichever layout wrote it, into whichever layout reads it."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import storage
+from megatron.checkpointing.errors import CheckpointError, NoCheckpointError, agree, listing
+from megatron.checkpointing.index import (
+    DTYPE_NAMES,
+    Index,
+    StoredTensor,
+    check_cover,
+    check_version,
+    parse_index,
+    parse_json,
+)
+from megatron.checkpointing.resharding import Transfer, misfit, transfers
+from megatron.checkpointing.slices import HeldBox, held_boxes
+from megatron.core.comm_group import CommGroup
+from megatron.core.shard import NamedTensor
+
+_ALONE = CommGroup.single("world")
+_ITERATION = re.compile(r"[0-9]{1,18}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSummary:
+    """What this rank has loaded.
+
+    Attributes:
+        tensors: number of tensors.
+        bytes_read: from the files.
+        casts: one line for each conversion of a floating-point kind, to be shown to the user.
+    """
+
+    tensors: int
+    bytes_read: int
+    casts: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint on disk, opened: its index and metadata are checked, its tensors not read yet.
+
+    Attributes:
+        folder: where it is.
+        iteration: number of iterations done when it was saved.
+        metadata: what was given to `save_checkpoint`; tuples have become lists.
+        index: the global tensors and their slices.
+        identity: CRC-32 of the index, to tell whether two ranks have opened the same checkpoint.
+    """
+
+    folder: Path
+    iteration: int
+    metadata: dict[str, Any]
+    index: Index
+    identity: int
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Global tensors by key: dtype, shape, slices."""
+        return self.index.tensors
+
+    def load_into(
+        self, tensors: Iterable[NamedTensor], *, world: CommGroup, ignore: Sequence[str] = ()
+    ) -> LoadSummary:
+        """Fill local tensors with their parts of the global ones; a collective over `world`.
+
+        Whole tensors, copies of tied ones and replicated pieces are filled too; padding, which is in no
+        piece, is left as it is. Nothing is written into any tensor before all keys, shapes and dtypes were
+        found to fit on all ranks. If a file proves damaged while it is read, the tensors are left partly
+        filled.
+
+        Args:
+            tensors: this rank's tensors. All ranks together must ask for every tensor of the checkpoint.
+            ignore: prefixes of keys that need not be asked for, as "optimizer." for weights only.
+
+        Raises:
+            CheckpointError: on all ranks: a list of tensors that are missing, surplus, or of another shape or
+                dtype;
+                or the file and tensor that are damaged.
+        """
+        asked = list(tensors)
+        phase = f"loading {self.folder}"
+        keys = sorted(self.tensors)
+        found = agree(world, phase, lambda: self._fits(asked, keys))
+        used = [any(marks) for marks in zip(*found, strict=True)]
+        surplus = [
+            f"{key} {self.tensors[key].shape}: in the checkpoint only"
+            for key, is_used in zip(keys, used, strict=True)
+            if not is_used and not key.startswith(tuple(ignore))
+        ]
+        if surplus:
+            raise CheckpointError(
+                f"{phase}: {len(surplus)} tensors are in no rank's model:\n{listing(surplus)}"
+            )
+        summaries: list[LoadSummary] = []
+        agree(world, phase, lambda: summaries.append(self._read(asked)))
+        return summaries[0]
+
+    def _fits(self, asked: Sequence[NamedTensor], keys: Sequence[str]) -> bytes:
+        """One byte for each key: whether this rank asks for it."""
+        problems = []
+        for named in asked:
+            problem = misfit(self.tensors, named.key, named.shard.global_shape, named.tensor.dtype)
+            if problem is not None:
+                problems.append(problem)
+        if problems:
+            raise CheckpointError(f"{len(problems)} tensors do not fit:\n{listing(problems)}")
+        wanted = {named.key for named in asked}
+        return bytes(key in wanted for key in keys)
+
+    def _read(self, asked: Sequence[NamedTensor]) -> LoadSummary:
+        """Read file by file, so that at most one is open."""
+        jobs: dict[str, list[tuple[Transfer, HeldBox, NamedTensor]]] = {}
+        casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+        for named in asked:
+            stored = self.tensors[named.key]
+            if stored.dtype != named.tensor.dtype:
+                casts[stored.dtype, named.tensor.dtype] += 1
+            for held in held_boxes(named.key, named.shard, tuple(named.tensor.shape)):
+                for transfer in transfers(stored.slices, held.placed):
+                    jobs.setdefault(transfer.source.file, []).append((transfer, held, named))
+        bytes_read = 0
+        for file, transfers_of_file in sorted(jobs.items()):
+            size = self.index.files[file]
+            with storage.ShardReader(self.folder / file, size, self.index.block_bytes) as reader:
+                for transfer, held, named in transfers_of_file:
+                    target = _target(transfer, held, named.tensor)
+                    dtype = self.tensors[named.key].dtype
+                    bytes_read += reader.copy_into(target, transfer.source, dtype, transfer.box)
+        lines = tuple(
+            f"{count} tensors: {DTYPE_NAMES[stored]} in the checkpoint, converted to {DTYPE_NAMES[wanted]}"
+            for (stored, wanted), count in casts.items()
+        )
+        return LoadSummary(tensors=len(asked), bytes_read=bytes_read, casts=lines)
+
+
+def _target(transfer: Transfer, held: HeldBox, tensor: Tensor) -> Tensor:
+    """The view of the local tensor that a transfer fills."""
+    local = transfer.box.seen_from(held.placed.offset).moved_by(held.local.offset)
+    return tensor.detach()[local.index]
+
+
+def read_tracker(root: str | os.PathLike[str]) -> int | None:
+    """The iteration that `latest_checkpointed_iteration.txt` names; None without that file.
+
+    Ask `load_checkpoint` whether there is something to load: the process may have been killed after a
+    checkpoint was completed and before the first tracker was written.
+
+    Raises:
+        CheckpointError: the file holds anything else.
+    """
+    path = Path(root) / storage.TRACKER_FILE
+    if not os.path.lexists(path):
+        return None
+    text = storage.read_file(path, limit=4096).decode(errors="replace").strip()
+    if _ITERATION.fullmatch(text):
+        return int(text)
+    if text == "release":
+        raise CheckpointError(
+            f"{path} says 'release': that is a checkpoint of Megatron-LM, not one of this form"
+        )
+    raise CheckpointError(f"{path} is damaged: it holds {text[:40]!r}, not an iteration")
+
+
+def list_checkpoints(root: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Iterations that have a completed checkpoint, in order; their tensors are not looked at."""
+    folder = Path(root)
+    return tuple(
+        iteration
+        for iteration in storage.iterations_present(folder)
+        if (storage.locate(folder, iteration) / storage.COMPLETE_FILE).is_file()
+    )
+
+
+def load_checkpoint(
+    root: str | os.PathLike[str], *, step: int | None = None, world: CommGroup = _ALONE
+) -> Checkpoint:
+    """Open the checkpoint that the tracker names, or that of iteration `step`.
+
+    Without a tracker the newest complete one is opened: the save that made it was killed just before its last
+    step.
+
+    Args:
+        world: the ranks that open it together: all get the same one or the same error. By default this
+            process alone.
+
+    Raises:
+        NoCheckpointError: the folder holds none.
+        CheckpointError: it is incomplete or damaged (the text offers the newest good one), or of another
+            form.
+    """
+    path = Path(root)
+    opened: list[Checkpoint] = []
+
+    def open_one() -> tuple[int, int]:
+        checkpoint = _open_chosen(path, step)
+        opened.append(checkpoint)
+        return checkpoint.iteration, checkpoint.identity
+
+    identities = agree(world, f"opening a checkpoint in {root}", open_one)
+    for rank, identity in enumerate(identities):
+        if identity != identities[0]:
+            raise CheckpointError(
+                f"{root} is not the same folder everywhere: rank 0 sees iteration {identities[0][0]}, "
+                f"rank {rank} iteration {identity[0]} or another save of it; "
+                "--load must be a file system that all nodes share"
+            )
+    return opened[0]
+
+
+def describe_missing(root: str | os.PathLike[str], *, step: int | None = None) -> str | None:
+    """Why `load_checkpoint` finds nothing good, and what could be loaded instead; None when it does."""
+    try:
+        _open_chosen(Path(root), step)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _open_chosen(root: Path, step: int | None) -> Checkpoint:
+    present = storage.iterations_present(root)
+    try:
+        iteration = read_tracker(root) if step is None else step
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {_offer(root, present)}") from error
+    if iteration is None:
+        complete = list_checkpoints(root)
+        if not complete:
+            raise _nothing_there(root, present)
+        iteration = complete[-1]
+    if iteration not in present:
+        if step is not None and not present:
+            raise _nothing_there(root, present)
+        named = "--ckpt-step asks for" if step is not None else f"{storage.TRACKER_FILE} names"
+        raise CheckpointError(
+            f"{root}: {named} iteration {iteration}, which is not there; {_offer(root, present)}"
+        )
+    try:
+        return _open(storage.locate(root, iteration), iteration)
+    except CheckpointError as error:
+        others = [other for other in present if other != iteration]
+        raise CheckpointError(f"{error}; {_offer(root, others)}") from error
+
+
+def _nothing_there(root: Path, present: Sequence[int]) -> CheckpointError:
+    """The error for a folder without a complete checkpoint, told apart by what it holds."""
+    if not root.exists():
+        return NoCheckpointError(f"no checkpoint in {root}: there is no such folder")
+    if not root.is_dir():
+        return CheckpointError(f"no checkpoint in {root}: it is not a folder")
+    if (root / storage.INDEX_FILE).exists():
+        return CheckpointError(
+            f"{root} is a single checkpoint: give its parent folder, and --ckpt-step to choose it"
+        )
+    if any(root.glob("mp_rank_*")) or any(root.glob("*/mp_rank_*")):
+        return CheckpointError(
+            f"{root} holds a checkpoint of Megatron-LM (mp_rank_...), which is of another form"
+        )
+    if present:
+        names = ", ".join(storage.iteration_folder(root, iteration).name for iteration in present)
+        return CheckpointError(f"no complete checkpoint in {root}: {names} without {storage.COMPLETE_FILE}")
+    interrupted = [entry.name for entry in root.iterdir() if storage.is_temporary(entry)]
+    detail = f": {', '.join(interrupted)} is a save that was never completed" if interrupted else ""
+    return NoCheckpointError(f"no checkpoint in {root}{detail}")
+
+
+def _offer(root: Path, present: Sequence[int]) -> str:
+    for iteration in reversed(present):
+        try:
+            _open(storage.locate(root, iteration), iteration)
+        except CheckpointError:
+            continue
+        return f"the newest good one is iteration {iteration}: --ckpt-step {iteration} loads it"
+    return "there is no good one in that folder"
+
+
+def _open(folder: Path, iteration: int) -> Checkpoint:
+    """Check all that can be checked without reading tensors: marker, index, metadata, sizes of the files."""
+    marker_path = folder / storage.COMPLETE_FILE
+    if not os.path.lexists(marker_path):
+        raise CheckpointError(f"{folder} is incomplete: it has no {storage.COMPLETE_FILE}")
+    marker = parse_json(storage.read_file(marker_path), str(marker_path))
+    check_version(marker, str(marker_path))
+    index_text = _read_marked(folder, storage.INDEX_FILE, marker)
+    index = parse_index(index_text, str(folder / storage.INDEX_FILE))
+    check_cover(index, str(folder / storage.INDEX_FILE))
+    if index.iteration != iteration:
+        raise CheckpointError(f"{folder} was saved as iteration {index.iteration}; the folder was renamed")
+    metadata_text = _read_marked(folder, storage.METADATA_FILE, marker)
+    metadata = parse_json(metadata_text, str(folder / storage.METADATA_FILE))
+    for file, size in index.files.items():
+        storage.check_size(folder / file, size)
+    return Checkpoint(
+        folder=folder, iteration=iteration, metadata=metadata, index=index, identity=zlib.crc32(index_text)
+    )
+
+
+def _read_marked(folder: Path, name: str, marker: Mapping[str, Any]) -> bytes:
+    """A file whose size and checksum the completeness marker records."""
+    files = marker.get("files")
+    entry = files.get(name) if isinstance(files, dict) else None
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{folder / storage.COMPLETE_FILE} is damaged: it does not speak of {name}")
+    text = storage.read_file(folder / name)
+    if (len(text), zlib.crc32(text)) != (entry.get("bytes"), entry.get("crc32")):
+        raise CheckpointError(f"{folder / name} is damaged: wrong size or checksum")
+    return text
