@@ -1,4 +1,4 @@
-"""What one field of a configuration section says about itself: its flags, help, choices and what it affects."""
+"""What one field of a section says about itself: its flags, help, choices and what it affects."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Option:
 
     @property
     def shown(self) -> str:
-        """The flag that help and messages name: for a switch that is on by default, the one that turns it off."""
+        """The flag that help names: for a switch that is on by default, the one that turns it off."""
         return self.off_name if self.kind == "switch" and self.default is True else self.name
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class Problem:
     """One violated rule.
 
-    flags: the flags whose values the rule relates, the one to change first. A rule about a flag that could not be
-    read is not reported: its value is unknown, and the reading error is reported already.
+    flags: the flags whose values the rule relates, the one to change first. A rule about a flag that could
+    not be read is not reported: its value is unknown, and the reading error is reported already.
     """
 
     flags: tuple[str, ...]
@@ -45,7 +45,9 @@ def divisors(number: int) -> list[int]:
 
 def near(candidates: Iterable[int], value: int, count: int = 3) -> str:
     """The `count` candidates nearest to value, ascending, as words: `4, 6 or 8`."""
-    return words_or(sorted(sorted(set(candidates), key=lambda candidate: (abs(candidate - value), candidate))[:count]))
+    return words_or(
+        sorted(sorted(set(candidates), key=lambda candidate: (abs(candidate - value), candidate))[:count])
+    )
 
 
 def multiples(value: int, of: int) -> list[int]:

@@ -37,7 +37,9 @@ class TransformerConfig:
     )
     num_query_groups: int | None = field(
         default=None,
-        metadata=flag("Key/value heads with --group-query-attention (there, 1 when not given).", affects="model"),
+        metadata=flag(
+            "Key/value heads with --group-query-attention (there, 1 when not given).", affects="model"
+        ),
     )
     max_position_embeddings: int | None = field(
         default=None, metadata=flag("Rows of the learned position table.", affects="model")
@@ -84,7 +86,8 @@ class TransformerConfig:
         ),
     )
     add_bias_linear: bool = field(
-        default=True, metadata=flag("Biases of the linear layers.", off="--disable-bias-linear", affects="model")
+        default=True,
+        metadata=flag("Biases of the linear layers.", off="--disable-bias-linear", affects="model"),
     )
     add_qkv_bias: bool = field(
         default=False,
@@ -109,7 +112,9 @@ class TransformerConfig:
     attention_dropout: float = field(default=0.1, metadata=flag("Dropout on attention probabilities."))
     fast_attention_dropout: bool = field(
         default=False,
-        metadata=flag("Let the attention kernel draw its dropout: faster, and its masks depend on the layout."),
+        metadata=flag(
+            "Let the attention kernel draw its dropout: faster, and its masks depend on the layout."
+        ),
     )
     init_method_std: float = field(default=0.02, metadata=flag("Standard deviation of the initial weights."))
     embedding_init_method_std: float | None = field(
@@ -131,7 +136,9 @@ class TransformerConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+        return (
+            self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+        )
 
     @property
     def query_groups(self) -> int:
@@ -176,7 +183,8 @@ class TransformerConfig:
                 value=hidden,
                 rule=f"must be divisible by --num-attention-heads {heads}, or the width of a head be given",
                 works=f"--hidden-size {near(multiples(hidden, heads), hidden)}; "
-                f"--num-attention-heads {near(divisors(hidden), heads)}; --kv-channels {max(1, hidden // heads)}",
+                f"--num-attention-heads {near(divisors(hidden), heads)}; "
+                f"--kv-channels {max(1, hidden // heads)}",
             )
         if groups is not None and not self.group_query_attention:
             yield Problem(
@@ -205,7 +213,7 @@ class TransformerConfig:
                 yield Problem(
                     flags=("--window-size",),
                     value=f"{left} {right}",
-                    rule="a GPT looks back only: the left size is -1 (no limit), 0 or more, the right size 0 or -1",
+                    rule="a GPT looks back only: LEFT is -1 (no limit), 0 or more, and RIGHT is 0 or -1",
                     works=f"--window-size {max(left, -1)} 0",
                 )
 

@@ -1,0 +1,82 @@
+"""What is saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron.config.options import flag
+from megatron.config.problems import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Where checkpoints are, when they are written and which parts of them are read."""
+
+    save: str | None = field(default=None, metadata=flag("Folder to save checkpoints in.", metavar="DIR"))
+    save_interval: int | None = field(
+        default=None,
+        metadata=flag(
+            "Iterations between checkpoints; only at the end when not given.",
+            aliases=("--persistent-save-interval",),
+        ),
+    )
+    load: str | None = field(
+        default=None, metadata=flag("Folder to resume from; an error when it has none.", metavar="DIR")
+    )
+    load_if_exists: bool = field(
+        default=False, metadata=flag("Start anew when --load has no checkpoint yet.")
+    )
+    ckpt_step: int | None = field(
+        default=None, metadata=flag("Iteration to load; the latest when not given.")
+    )
+    save_optim: bool = field(default=True, metadata=flag("Save the optimizer."))
+    save_rng: bool = field(default=True, metadata=flag("Save the state of random generators."))
+    load_optim: bool = field(default=True, metadata=flag("Load the optimizer."))
+    load_rng: bool = field(default=True, metadata=flag("Load the state of random generators."))
+    finetune: bool = field(
+        default=False, metadata=flag("Load only the weights; start at iteration 0 with new data.")
+    )
+    override_opt_param_scheduler: bool = field(
+        default=False,
+        metadata=flag("On a resume, use the schedules given now.", aliases=("--override-lr-scheduler",)),
+    )
+    use_checkpoint_opt_param_scheduler: bool = field(
+        default=False,
+        metadata=flag(
+            "On a resume, use the schedules of the checkpoint.", aliases=("--use-checkpoint-lr-scheduler",)
+        ),
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong within this section."""
+        for name, value in {"--save-interval": self.save_interval, "--ckpt-step": self.ckpt_step}.items():
+            if value is not None and value < (1 if name == "--save-interval" else 0):
+                yield Problem(flags=(name,), value=value, rule="must be at least 1")
+        if self.save_interval is not None and self.save is None:
+            yield Problem(
+                flags=("--save-interval", "--save"),
+                value=self.save_interval,
+                rule="there is no folder to save in",
+                works="--save DIR; or leave out --save-interval",
+            )
+        needs_load = {
+            "--load-if-exists": self.load_if_exists,
+            "--ckpt-step": self.ckpt_step is not None,
+            "--finetune": self.finetune,
+            "--no-load-optim": not self.load_optim,
+            "--no-load-rng": not self.load_rng,
+        }
+        for name in (name for name, given in needs_load.items() if given and self.load is None):
+            yield Problem(
+                flags=(name, "--load"),
+                value=self.ckpt_step if name == "--ckpt-step" else None,
+                rule="says how to load, and --load is not given",
+                works=f"--load DIR; or leave out {name}",
+            )
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            yield Problem(
+                flags=("--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"),
+                rule="and --use-checkpoint-opt_param-scheduler ask for opposite things",
+                works="one of the two",
+            )

@@ -1,0 +1,218 @@
+"""Which samples the model is trained on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megatron.config.options import flag
+from megatron.config.problems import Problem
+
+DEFAULT_SPLIT = "969, 30, 1"
+_PATH_FIELDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Corpora, how they are divided, and the shape of a sample."""
+
+    data_path: tuple[str, ...] = field(
+        default=(),
+        metadata=flag(
+            "Prefixes of .bin/.idx files, each after its weight when several are blended: 0.3 a 0.7 b.",
+            words="+",
+            metavar="[WEIGHT] PREFIX",
+            affects="data",
+            same_name=True,
+        ),
+    )
+    train_data_path: tuple[str, ...] = field(
+        default=(),
+        metadata=flag(
+            "The same for training only.", words="+", metavar="PREFIX", affects="data", same_name=True
+        ),
+    )
+    valid_data_path: tuple[str, ...] = field(
+        default=(),
+        metadata=flag("The same for validation only.", words="+", metavar="PREFIX", same_name=True),
+    )
+    test_data_path: tuple[str, ...] = field(
+        default=(), metadata=flag("The same for the test only.", words="+", metavar="PREFIX", same_name=True)
+    )
+    split: str = field(
+        default=DEFAULT_SPLIT,
+        metadata=flag(
+            "Shares of --data-path for training, validation and test.",
+            words="+",
+            metavar="T,V,T",
+            affects="data",
+        ),
+    )
+    mock_data: bool = field(
+        default=False, metadata=flag("Random tokens in place of a corpus.", affects="data")
+    )
+    data_cache_path: str | None = field(
+        default=None, metadata=flag("Folder of the index files; beside the data when not given.")
+    )
+    seq_length: int = field(
+        metadata=flag("Tokens of a sample.", affects="data", aliases=("--encoder-seq-length",))
+    )
+    num_workers: int = field(default=2, metadata=flag("Processes that load data; 0: the main one."))
+    reset_position_ids: bool = field(
+        default=False, metadata=flag("Count positions from each document's start.", affects="data")
+    )
+    reset_attention_mask: bool = field(
+        default=False, metadata=flag("Attend only within a document.", affects="data")
+    )
+    eod_mask_loss: bool = field(
+        default=False, metadata=flag("No loss on end-of-document tokens.", affects="data")
+    )
+    dataloader_type: Literal["single", "cyclic"] = field(
+        default="single",
+        metadata=flag("One pass in order, or shuffled epochs.", affects="data", later=("external",)),
+    )
+    mid_level_dataset_surplus: float = field(
+        default=0.005, metadata=flag("Extra samples asked of each blended corpus.", affects="data")
+    )
+    mmap_bin_files: bool = field(default=True, metadata=flag("Map .bin files into memory."))
+
+    @property
+    def split_weights(self) -> tuple[float, float, float]:
+        """The shares of training, validation and test, summing to 1. Raises ValueError for a bad --split."""
+        return parse_split(self.split)
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong within this section, files aside."""
+        if self.seq_length < 1:
+            yield Problem(flags=("--seq-length",), value=self.seq_length, rule="must be at least 1")
+        if self.num_workers < 0:
+            yield Problem(flags=("--num-workers",), value=self.num_workers, rule="must not be negative")
+        if not 0 <= self.mid_level_dataset_surplus < 1:
+            yield Problem(
+                flags=("--mid-level-dataset-surplus",),
+                value=self.mid_level_dataset_surplus,
+                rule="is a part of the samples: at least 0, less than 1",
+            )
+        try:
+            parse_split(self.split)
+        except ValueError as error:
+            yield Problem(
+                flags=("--split",),
+                value=repr(self.split),
+                rule=str(error),
+                works="--split 969,30,1 or --split 100,0,0",
+            )
+        for name in _PATH_FIELDS:
+            try:
+                parse_blend(getattr(self, name))
+            except ValueError as error:
+                yield Problem(
+                    flags=("--" + name.replace("_", "-"),),
+                    rule=str(error),
+                    works="one prefix; prefixes without weights; or a weight before every prefix",
+                )
+
+    def source_problems(self) -> Iterator[Problem]:
+        """Whether it is said, and once, where the samples come from."""
+        parts = [name for name in _PATH_FIELDS[1:] if getattr(self, name)]
+        part_flags = ["--" + name.replace("_", "-") for name in parts]
+        if self.mock_data:
+            for name in ["--data-path"] * bool(self.data_path) + part_flags:
+                yield Problem(
+                    flags=("--mock-data", name),
+                    rule=f"takes the place of a corpus, and {name} names one",
+                    works="one of the two",
+                )
+        elif self.data_path and parts:
+            yield Problem(
+                flags=("--data-path", *part_flags),
+                rule=f"is divided by --split, and {' and '.join(part_flags)} give the parts themselves",
+                works="--data-path with --split, or one path for each part",
+            )
+        elif not self.data_path and not self.train_data_path:
+            yield Problem(
+                flags=("--data-path", "--train-data-path", "--mock-data"),
+                rule="there is nothing to train on",
+                works="--data-path PREFIX (of PREFIX.bin and PREFIX.idx, made by tools/preprocess_data.py), "
+                "--train-data-path PREFIX, or --mock-data",
+            )
+        if parts and not self.data_path and self.split != DEFAULT_SPLIT:
+            yield Problem(
+                flags=("--split", *part_flags),
+                value=self.split,
+                rule=f"divides --data-path, and {' and '.join(part_flags)} give the parts themselves",
+                works="leave out --split",
+            )
+
+    def file_problems(self) -> Iterator[Problem]:
+        """Corpora that are not there."""
+        for name in _PATH_FIELDS:
+            try:
+                prefixes, _ = parse_blend(getattr(self, name))
+            except ValueError:
+                continue
+            for prefix in dict.fromkeys(prefixes):
+                missing = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
+                if missing:
+                    yield Problem(
+                        flags=("--" + name.replace("_", "-"),),
+                        value=prefix,
+                        rule=f"no file {' and no file '.join(missing)}",
+                        works=_prefix_advice(prefix),
+                    )
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """`969, 30, 1` as shares that sum to 1; parts not given are 0. Raises ValueError with the rule."""
+    parts = [part.strip() for part in text.split(",")]
+    if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts):
+        raise ValueError("must be one to three numbers, none negative, with commas between")
+    numbers = [float(part) for part in parts] + [0.0] * (3 - len(parts))
+    if sum(numbers) <= 0:
+        raise ValueError("at least one part must be more than 0")
+    train, valid, test = (number / sum(numbers) for number in numbers)
+    return train, valid, test
+
+
+def parse_blend(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+    """Prefixes, and their weights as given, or None when none are given: the sizes decide then.
+
+    Raises ValueError with the rule that is broken.
+    """
+    numbers = [_as_number(word) for word in words]
+    if len(words) < 2 or all(number is None for number in numbers):
+        if words and numbers[0] is not None and not Path(words[0] + ".idx").exists():
+            raise ValueError(f"{words[0]} is a weight without a prefix")
+        return tuple(words), None
+    if len(words) % 2 or any(number is None for number in numbers[::2]):
+        wrong = next(
+            (word for word, number in zip(words[::2], numbers[::2], strict=True) if number is None), words[-1]
+        )
+        raise ValueError(
+            f"some prefixes have weights, so each needs one before it; at {wrong!r} that is not so"
+        )
+    weights = tuple(number for number in numbers[::2] if number is not None)
+    if any(weight < 0 for weight in weights) or not 0 < sum(weights) < float("inf"):
+        raise ValueError("weights must not be negative, and at least one must be more than 0")
+    return tuple(words[1::2]), weights
+
+
+def _as_number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _prefix_advice(prefix: str) -> str:
+    stem = re.sub(r"\.(bin|idx)$", "", prefix)
+    if stem != prefix and Path(stem + ".idx").is_file():
+        return f"{stem} (without the ending)"
+    folder = Path(prefix).parent
+    there = sorted(path.with_suffix("") for path in folder.glob("*.idx")) if folder.is_dir() else []
+    if there:
+        return "in that folder are " + ", ".join(str(path) for path in there[:4])
+    return "a prefix written by tools/preprocess_data.py"

@@ -1,0 +1,62 @@
+"""What a run reports, where, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron.config.options import flag
+from megatron.config.problems import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggingConfig:
+    """The log line, its JSON form, TensorBoard and timers."""
+
+    log_interval: int = field(default=100, metadata=flag("Iterations between log lines."))
+    log_json: str | None = field(
+        default=None, metadata=flag("File of one JSON object a step, in full precision.", metavar="FILE")
+    )
+    log_throughput: bool = field(default=True, metadata=flag("Report TFLOP/s and tokens/s."))
+    log_params_norm: bool = field(default=False, metadata=flag("Report the norm of the parameters."))
+    log_num_zeros_in_grad: bool = field(default=False, metadata=flag("Report zeros in the gradient."))
+    timing_log_level: int = field(
+        default=0, metadata=flag("Timers: 0 the step, 1 its parts, 2 each micro-batch.")
+    )
+    timing_log_option: Literal["max", "minmax", "all"] = field(
+        default="minmax", metadata=flag("Which ranks' times are reported.")
+    )
+    tensorboard_dir: str | None = field(default=None, metadata=flag("Folder of the TensorBoard log."))
+    tensorboard_log_interval: int = field(default=1, metadata=flag("Iterations between TensorBoard points."))
+    tensorboard_queue_size: int = field(default=1000, metadata=flag("Points kept before they are written."))
+    log_timers_to_tensorboard: bool = field(default=False, metadata=flag("Timers to TensorBoard."))
+    log_validation_ppl_to_tensorboard: bool = field(
+        default=False, metadata=flag("Validation perplexity to TensorBoard.")
+    )
+    log_world_size_to_tensorboard: bool = field(default=False, metadata=flag("World size to TensorBoard."))
+    log_loss_scale_to_tensorboard: bool = field(default=True, metadata=flag("Loss scale to TensorBoard."))
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong within this section."""
+        for name in ("log_interval", "tensorboard_log_interval", "tensorboard_queue_size"):
+            value = getattr(self, name)
+            if value < 1:
+                yield Problem(flags=("--" + name.replace("_", "-"),), value=value, rule="must be at least 1")
+        if self.timing_log_level not in (0, 1, 2):
+            yield Problem(
+                flags=("--timing-log-level",), value=self.timing_log_level, rule="must be 0, 1 or 2"
+            )
+        if self.tensorboard_dir is None:
+            for name in (
+                "log_timers_to_tensorboard",
+                "log_validation_ppl_to_tensorboard",
+                "log_world_size_to_tensorboard",
+            ):
+                if getattr(self, name):
+                    flag_name = "--" + name.replace("_", "-")
+                    yield Problem(
+                        flags=(flag_name, "--tensorboard-dir"),
+                        rule="there is no TensorBoard log to write to",
+                        works=f"--tensorboard-dir DIR; or leave out {flag_name}",
+                    )

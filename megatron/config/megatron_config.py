@@ -1,0 +1,516 @@
+"""The configuration of a run: its sections, the rules between them, its saved form."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Literal
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig
+from megatron.config.logging import LoggingConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.options import Affects, Option, section_options
+from megatron.config.parallel import ParallelConfig
+from megatron.config.pipeline_layout import pipeline_layout
+from megatron.config.problems import ConfigError, Problem, divisors, multiples, near
+from megatron.config.tokenizer import TokenizerConfig, padded_vocab_size
+from megatron.config.training import TrainingConfig
+from megatron.config.transformer import TransformerConfig
+
+# What a configuration is used for decides which rules it must keep: a training run, a model without training
+# (generation, conversion), or only the layout of ranks (printing the groups).
+Purpose = Literal["training", "model", "layout"]
+
+# The pipeline split depends on the vocabulary through the cost of the output layer only; until a tokenizer is
+# read, GPT-2's size stands for it.
+_TYPICAL_VOCABULARY = 50257
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A field whose value differs between a saved and the present configuration."""
+
+    flag: str
+    saved: object
+    present: object
+    affects: Affects
+
+    def __str__(self) -> str:
+        return f"{self.flag}: {self.saved} -> {self.present}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleLengths:
+    """Lengths of the learning rate and weight decay schedules, all in samples."""
+
+    warmup: int
+    decay: int
+    wsd_decay: int | None
+    weight_decay_ramp: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronConfig:
+    """All of a run's configuration. Building one checks nothing; `validate` does, before anything is started."""
+
+    model: TransformerConfig
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+
+    # ---- derived sizes ----
+
+    def world_size(self, world_size: int | None = None) -> int:
+        """The number of processes: the given one, else --world-size. Raises ValueError when neither is known."""
+        size = world_size if world_size is not None else self.parallel.world_size
+        if size is None:
+            raise ValueError("the number of processes is not known: give world_size, or --world-size N")
+        return size
+
+    def data_parallel_size(self, world_size: int | None = None) -> int:
+        """Replicas of the model. Raises ConfigError when TP x PP x CP does not divide the number of processes."""
+        size = self.world_size(world_size)
+        problems = list(_world_size_problems(self, size))
+        if problems:
+            raise ConfigError(problems)
+        return size // self.parallel.model_parallel_size
+
+    def global_batch_size(self, world_size: int | None = None) -> int:
+        """Samples of one step, after any ramp-up."""
+        if self.training.global_batch_size is not None:
+            return self.training.global_batch_size
+        return self.training.micro_batch_size * self.data_parallel_size(world_size)
+
+    def num_microbatches(self, world_size: int | None = None) -> int:
+        """Micro-batches of one replica in one step, after any ramp-up."""
+        replica_batch = self.training.micro_batch_size * self.data_parallel_size(world_size)
+        return self.global_batch_size(world_size) // replica_batch
+
+    def train_samples(self, world_size: int | None = None) -> int:
+        """Samples of the whole run."""
+        if self.training.train_samples is not None:
+            return self.training.train_samples
+        if self.training.train_iters is None:
+            raise ValueError("the length of the run is not given: --train-iters N or --train-samples N")
+        return self.training.train_iters * self.global_batch_size(world_size)
+
+    def schedule_lengths(self, world_size: int | None = None) -> ScheduleLengths:
+        """Lengths of the schedules in samples; iterations count as full global batches, as in Megatron-LM."""
+        optimizer, total = self.optimizer, self.train_samples(world_size)
+        if self.training.train_samples is not None:
+            decay = total if optimizer.lr_decay_samples is None else optimizer.lr_decay_samples
+            warmup, wsd_decay = optimizer.lr_warmup_samples, optimizer.lr_wsd_decay_samples
+        else:
+            batch = self.global_batch_size(world_size)
+            decay = total if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters * batch
+            warmup = optimizer.lr_warmup_iters * batch
+            last = optimizer.lr_wsd_decay_iters
+            wsd_decay = None if last is None else last * batch
+        if optimizer.lr_warmup_fraction is not None:
+            warmup = int(optimizer.lr_warmup_fraction * decay)
+        return ScheduleLengths(warmup=warmup, decay=decay, wsd_decay=wsd_decay, weight_decay_ramp=total)
+
+    def model_vocab_size(self, tokenizer_size: int) -> int:
+        """Rows of the vocabulary that belong to the model: --padded-vocab-size, else the tokenizer's."""
+        padded = self.tokenizer.padded_vocab_size
+        return padded if padded is not None else tokenizer_size
+
+    def padded_vocab_size(self, tokenizer_size: int) -> int:
+        """Rows of the embedding over all ranks, with those that only fill it up for tensor parallelism."""
+        tensor = self.parallel.tensor_model_parallel_size
+        if self.tokenizer.padded_vocab_size is not None:
+            return padded_vocab_size(self.tokenizer.padded_vocab_size, 1, tensor)
+        return padded_vocab_size(tokenizer_size, self.tokenizer.make_vocab_size_divisible_by, tensor)
+
+    # ---- rules ----
+
+    def problems(
+        self, *, world_size: int | None = None, purpose: Purpose = "training", check_files: bool = True
+    ) -> list[Problem]:
+        """Every rule that the configuration breaks, of the sections and between them."""
+        world_size = world_size if world_size is not None else self.parallel.world_size
+        found = list(self.parallel.problems())
+        sane = not found
+        if purpose != "layout":
+            found += [problem for section in self._sections() for problem in section.problems()]
+            sane = not found
+            found += _model_layout_problems(self, sane)
+            if check_files:
+                found += self.tokenizer.file_problems()
+        if purpose == "training":
+            found += self.data.source_problems()
+            found += self.training.horizon_problems()
+            found += _length_problems(self)
+            found += _unavailable(self)
+            if check_files:
+                found += self.data.file_problems()
+        if world_size is not None and self.parallel.model_parallel_size > 0:
+            world_problems = list(_world_size_problems(self, world_size))
+            found += world_problems
+            if purpose == "training" and not world_problems and self.training.micro_batch_size > 0:
+                found += _batch_problems(self, world_size // self.parallel.model_parallel_size, sane)
+        return found
+
+    def validate(
+        self, *, world_size: int | None = None, purpose: Purpose = "training", check_files: bool = True
+    ) -> None:
+        """Raise ConfigError with every problem, if there is one."""
+        problems = self.problems(world_size=world_size, purpose=purpose, check_files=check_files)
+        if problems:
+            raise ConfigError(problems)
+
+    def _sections(self) -> tuple[Any, ...]:
+        return (
+            self.model,
+            self.optimizer,
+            self.training,
+            self.data,
+            self.tokenizer,
+            self.checkpoint,
+            self.logging,
+        )
+
+    # ---- saved form ----
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Sections and fields as plain JSON values."""
+        return {
+            section.name: {
+                field.name: _plain(getattr(getattr(self, section.name), field.name))
+                for field in dataclasses.fields(getattr(self, section.name))
+            }
+            for section in dataclasses.fields(self)
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Mapping[str, Any]]) -> MegatronConfig:
+        """The inverse of to_dict. Fields that a saved form lacks take their defaults.
+
+        Raises ValueError for a section or field that is not known here, with the nearest known one.
+        """
+        built: dict[str, Any] = {}
+        classes = section_classes()
+        _refuse_unknown("section", saved, classes)
+        for section, config_class in classes.items():
+            values = saved.get(section, {})
+            options = {option.field: option for option in section_options(section, config_class)}
+            _refuse_unknown(f"field of {section}", values, options)
+            missing = [
+                name for name, option in options.items() if option.required and values.get(name) is None
+            ]
+            if missing:
+                raise ValueError(f"the saved configuration lacks {section}.{f', {section}.'.join(missing)}")
+            built[section] = config_class(
+                **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+            )
+        return cls(**built)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> MegatronConfig:
+        return cls.from_dict(json.loads(text))
+
+
+def difference(saved: MegatronConfig, present: MegatronConfig) -> list[Difference]:
+    """The fields whose values differ, each with what the change affects.
+
+    A path that only moved (the same last name in another folder) affects nothing.
+    """
+    found = []
+    for option in all_options():
+        old = getattr(getattr(saved, option.section), option.field)
+        new = getattr(getattr(present, option.section), option.field)
+        if old == new:
+            continue
+        moved = option.flag.same_name and [_last_name(v) for v in old] == [_last_name(v) for v in new]
+        affects: Affects = "free" if moved else option.flag.affects
+        found.append(Difference(flag=option.name, saved=old, present=new, affects=affects))
+    return found
+
+
+@functools.cache
+def section_classes() -> Mapping[str, type]:
+    """The class of each section, by its name."""
+    return typing.get_type_hints(MegatronConfig)
+
+
+@functools.cache
+def all_options() -> tuple[Option, ...]:
+    """Every option of every section, in the order of help."""
+    return tuple(
+        option for name, section in section_classes().items() for option in section_options(name, section)
+    )
+
+
+def _last_name(word: str) -> str:
+    return PurePath(word).name
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _refuse_unknown(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    for name in given:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, list(known), n=1)
+            hint = f"; nearest: {nearest[0]}" if nearest else ""
+            raise ValueError(
+                f"the saved configuration has the {what} {name!r}, unknown to this version{hint}"
+            )
+
+
+# ---- rules between sections ----
+
+
+def _unavailable(config: MegatronConfig) -> Iterator[Problem]:
+    size = config.parallel.context_parallel_size
+    if size > 1:
+        yield Problem(
+            flags=("--context-parallel-size",),
+            value=size,
+            rule="training with context parallelism is not available in this version",
+            works="--context-parallel-size 1; a long sequence fits with --sequence-parallel and more TP",
+        )
+
+
+def _model_layout_problems(config: MegatronConfig, sane: bool) -> Iterator[Problem]:
+    """Model sizes against tensor and pipeline parallelism. sane: no section has a problem of its own."""
+    model, parallel, data = config.model, config.parallel, config.data
+    tensor = parallel.tensor_model_parallel_size
+    if tensor > 0 and model.num_attention_heads > 0 and model.hidden_size > 0:
+        yield from _tensor_problems(config, tensor)
+    if model.position_embedding_type == "learned_absolute":
+        rows = model.max_position_embeddings
+        flags = ("--max-position-embeddings", "--seq-length", "--position-embedding-type")
+        if rows is None:
+            yield Problem(
+                flags=flags,
+                rule="learned positions need the number of rows of their table",
+                works=f"--max-position-embeddings {data.seq_length} or more",
+            )
+        elif data.seq_length > rows:
+            yield Problem(
+                flags=("--seq-length", *flags),
+                value=data.seq_length,
+                rule=f"must not be more than --max-position-embeddings {rows}: positions are learned",
+                works=f"--seq-length {rows}; --max-position-embeddings {data.seq_length}",
+            )
+    if sane:
+        try:
+            pipeline_layout(model, parallel, config.model_vocab_size(_vocabulary(config)))
+        except ValueError as error:
+            yield Problem(flags=_pipeline_flags(config), rule=str(error))
+
+
+def _vocabulary(config: MegatronConfig) -> int:
+    return config.tokenizer.vocab_size or _TYPICAL_VOCABULARY
+
+
+def _pipeline_flags(config: MegatronConfig) -> tuple[str, ...]:
+    parallel = config.parallel
+    given = {
+        "--pipeline-model-parallel-layout": parallel.pipeline_model_parallel_layout,
+        "--decoder-first-pipeline-num-layers": parallel.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": parallel.decoder_last_pipeline_num_layers,
+        "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage,
+        "--num-virtual-stages-per-pipeline-rank": parallel.num_virtual_stages_per_pipeline_rank,
+    }
+    names = tuple(name for name, value in given.items() if value is not None)
+    return (*names, "--pipeline-model-parallel-size", "--num-layers")
+
+
+def _tensor_problems(config: MegatronConfig, tensor: int) -> Iterator[Problem]:
+    model, name = config.model, "--tensor-model-parallel-size"
+    heads, groups, ffn = model.num_attention_heads, model.query_groups, model.ffn_size
+    if heads % tensor:
+        yield Problem(
+            flags=("--num-attention-heads", name),
+            value=heads,
+            rule=f"must be divisible by {name} {tensor}: each rank holds whole heads",
+            works=f"--num-attention-heads {near(multiples(heads, tensor), heads)}; "
+            f"{name} {near(divisors(heads), tensor)}",
+        )
+    elif groups > 0 and groups % tensor and tensor % groups:
+        fits = [size for size in divisors(heads) if groups % size == 0 or size % groups == 0]
+        yield Problem(
+            flags=("--num-query-groups", name, "--num-attention-heads"),
+            value=groups,
+            rule=f"must be divisible by {name} {tensor}, or divide it",
+            works=f"--num-query-groups {near(divisors(tensor) + multiples(groups, tensor), groups)}; "
+            f"{name} {near(fits, tensor)}",
+        )
+    if ffn > 0 and ffn % tensor:
+        yield Problem(
+            flags=("--ffn-hidden-size", name, "--hidden-size"),
+            value=ffn,
+            rule=f"must be divisible by {name} {tensor}",
+            works=f"--ffn-hidden-size {near(multiples(ffn, tensor), ffn)}; {name} {near(divisors(ffn), tensor)}",
+        )
+    length = config.data.seq_length
+    if config.parallel.sequence_parallel and length > 0 and length % tensor:
+        yield Problem(
+            flags=("--seq-length", "--sequence-parallel", name),
+            value=length,
+            rule=f"must be divisible by {name} {tensor} with --sequence-parallel",
+            works=f"--seq-length {near(multiples(length, tensor), length)}; {name} {near(divisors(length), tensor)}",
+        )
+
+
+def _length_problems(config: MegatronConfig) -> Iterator[Problem]:
+    """Lengths of the schedules against the unit in which the run counts."""
+    training, optimizer = config.training, config.optimizer
+    if training.train_iters is not None and training.train_samples is not None:
+        return
+    in_iters = {
+        "--lr-decay-iters": optimizer.lr_decay_iters,
+        "--lr-wsd-decay-iters": optimizer.lr_wsd_decay_iters,
+        "--lr-warmup-iters": optimizer.lr_warmup_iters or None,
+    }
+    in_samples = {
+        "--lr-decay-samples": optimizer.lr_decay_samples,
+        "--lr-wsd-decay-samples": optimizer.lr_wsd_decay_samples,
+        "--lr-warmup-samples": optimizer.lr_warmup_samples or None,
+    }
+    if training.train_iters is not None:
+        unit, lengths, wrong, total = "iters", in_iters, in_samples, training.train_iters
+    elif training.train_samples is not None:
+        unit, lengths, wrong, total = "samples", in_samples, in_iters, training.train_samples
+    else:
+        return
+    for name, value in wrong.items():
+        if value is not None:
+            right = name.rsplit("-", 1)[0] + "-" + unit
+            yield Problem(
+                flags=(name, f"--train-{unit}"),
+                value=value,
+                rule=f"the run counts in {unit} (--train-{unit} {total}), so must its schedules",
+                works=f"{right} N",
+            )
+    if not any(value is not None for value in wrong.values()):
+        yield from _schedule_order_problems(lengths, unit, total)
+
+
+def _schedule_order_problems(lengths: Mapping[str, int | None], unit: str, total: int) -> Iterator[Problem]:
+    decay_name, wsd_name, warmup_name = lengths
+    given, last, warmup = (lengths[name] for name in (decay_name, wsd_name, warmup_name))
+    decay = total if given is None else given
+    horizon = f"{decay_name} {decay}" if given is not None else f"--train-{unit} {total}"
+    if warmup is not None and 0 < decay <= warmup:
+        yield Problem(
+            flags=(warmup_name, decay_name, f"--train-{unit}"),
+            value=warmup,
+            rule=f"must be less than the length of the decay, {horizon}",
+            works=f"{warmup_name} {max(decay // 100, 0)}; {decay_name} {warmup + 1} or more",
+        )
+    elif last is not None and last + (warmup or 0) > decay > 0:
+        room = decay - (warmup or 0)
+        yield Problem(
+            flags=(wsd_name, warmup_name, decay_name, f"--train-{unit}"),
+            value=last,
+            rule=f"the last part and the warm-up together are longer than the decay, {horizon}",
+            works=f"{wsd_name} {room} or less",
+        )
+
+
+def _world_size_problems(config: MegatronConfig, world_size: int) -> Iterator[Problem]:
+    parallel = config.parallel
+    sizes = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    product = parallel.model_parallel_size
+    if world_size % product:
+        fits = near(multiples(world_size, product), world_size)
+        yield Problem(
+            flags=(
+                "--tensor-model-parallel-size",
+                "--pipeline-model-parallel-size",
+                "--context-parallel-size",
+                "--world-size",
+            ),
+            value=f"{sizes[0]} x pipeline {sizes[1]} x context {sizes[2]}",
+            rule=f"one replica takes {product} processes, which do not divide the {world_size} started",
+            works=f"start {fits} processes; or sizes whose product is {near(divisors(world_size), product)}",
+        )
+
+
+def _batch_problems(config: MegatronConfig, replicas: int, sane: bool) -> Iterator[Problem]:
+    """Batch sizes against the number of data-parallel replicas."""
+    training = config.training
+    unit = training.micro_batch_size * replicas
+    batches = {"--global-batch-size": training.global_batch_size}
+    if training.rampup_batch_size is not None:
+        batches["--rampup-batch-size START"], batches["--rampup-batch-size INCREMENT"] = (
+            training.rampup_batch_size[:2]
+        )
+    wrong = False
+    for name, value in batches.items():
+        if value is None or value < 1 or value % unit == 0:
+            continue
+        wrong = True
+        head, _, word = name.partition(" ")
+        yield Problem(
+            flags=(head, "--micro-batch-size"),
+            value=f"{word} {value}".strip(),
+            rule=f"must be divisible by --micro-batch-size {training.micro_batch_size} x "
+            f"data-parallel size {replicas} = {unit}",
+            works=_batch_advice(head, value, unit, replicas, training.micro_batch_size),
+        )
+    if sane and not wrong and config.parallel.interleaved:
+        yield from _interleaving_problems(config, replicas)
+
+
+def _batch_advice(name: str, value: int, unit: int, replicas: int, micro: int) -> str:
+    works = f"{near(multiples(value, unit), value)}"
+    works = f"{name} {works}" if name == "--global-batch-size" else works
+    if value % replicas == 0:
+        works += f"; --micro-batch-size {near(divisors(value // replicas), micro)}"
+    return works
+
+
+def _interleaving_problems(config: MegatronConfig, replicas: int) -> Iterator[Problem]:
+    """The interleaved schedule takes micro-batches in groups; a rest must fill the pipeline."""
+    training, parallel = config.training, config.parallel
+    stages, group = parallel.pipeline_model_parallel_size, parallel.microbatch_group_size
+    unit = training.micro_batch_size * replicas
+    full = training.global_batch_size if training.global_batch_size is not None else unit
+    batches = [full]
+    if training.rampup_batch_size is not None:
+        start, increment, _ = training.rampup_batch_size
+        batches = [*range(start, full, increment), full]
+    for batch in batches:
+        count = batch // unit
+        if count % group == 0 or count % group >= stages:
+            continue
+        fits = [
+            size for size in range(group, count + 2 * group) if size % group == 0 or size % group >= stages
+        ]
+        chosen = near(fits, count, 2)
+        yield Problem(
+            flags=(
+                "--global-batch-size",
+                "--pipeline-model-parallel-size",
+                "--microbatch-group-size-per-virtual-pipeline-stage",
+                "--rampup-batch-size",
+            ),
+            value=batch,
+            rule=f"makes {count} micro-batches; the interleaved schedule takes them in groups of {group}, and "
+            f"a rest must be at least the {stages} stages",
+            works=f"{chosen} micro-batches, of {unit} samples each over all replicas",
+        )
+        return

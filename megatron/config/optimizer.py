@@ -1,0 +1,258 @@
+"""The optimizer, its schedules, and the precision of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from megatron.config.options import flag
+from megatron.config.problems import Problem
+
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """How weights are updated. Lengths end in iters or samples; a run counts in one of the two."""
+
+    optimizer: Literal["adam", "sgd"] = field(
+        default="adam",
+        metadata=flag(
+            "Update rule; adam decouples weight decay (AdamW).",
+            later=("muon", "dist_muon", "lion", "soap", "adaptive_muon"),
+        ),
+    )
+    precision: Precision = field(
+        default="fp32",
+        metadata=flag(
+            "Precision of weights and activations; bf16 and fp16 keep fp32 main weights.",
+            constants={"--bf16": "bf16", "--fp16": "fp16", "--fp64": "fp64"},
+        ),
+    )
+    lr: float = field(metadata=flag("Peak learning rate."))
+    min_lr: float = field(default=0.0, metadata=flag("Learning rate at the end of the decay."))
+    lr_decay_style: DecayStyle = field(default="linear", metadata=flag("Shape of the decay."))
+    lr_decay_iters: int | None = field(
+        default=None, metadata=flag("Iterations to the end of the decay; all when not given.")
+    )
+    lr_decay_samples: int | None = field(
+        default=None, metadata=flag("Samples to the end of the decay; all when not given.")
+    )
+    lr_warmup_fraction: float | None = field(
+        default=None, metadata=flag("Warm-up as a part of the decay length.", aliases=("--warmup",))
+    )
+    lr_warmup_iters: int = field(default=0, metadata=flag("Warm-up in iterations."))
+    lr_warmup_samples: int = field(default=0, metadata=flag("Warm-up in samples."))
+    lr_warmup_init: float = field(default=0.0, metadata=flag("Learning rate at which the warm-up starts."))
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = field(
+        default="exponential", metadata=flag("Shape of the last part of WSD.")
+    )
+    lr_wsd_decay_iters: int | None = field(
+        default=None, metadata=flag("Length of the last part of WSD, in iterations.")
+    )
+    lr_wsd_decay_samples: int | None = field(
+        default=None, metadata=flag("Length of the last part of WSD, in samples.")
+    )
+    weight_decay: float = field(default=0.01, metadata=flag("Weight decay; biases and norms have none."))
+    start_weight_decay: float | None = field(
+        default=None, metadata=flag("Weight decay at the start of its ramp.")
+    )
+    end_weight_decay: float | None = field(
+        default=None, metadata=flag("Weight decay at the end of its ramp.")
+    )
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = field(
+        default="constant", metadata=flag("Shape of the weight decay ramp.")
+    )
+    clip_grad: float = field(default=1.0, metadata=flag("Largest global gradient norm; 0 does not clip."))
+    adam_beta1: float = field(default=0.9, metadata=flag("Decay of the first moment."))
+    adam_beta2: float = field(default=0.999, metadata=flag("Decay of the second moment."))
+    adam_eps: float = field(default=1e-8, metadata=flag("Added to the root of the second moment."))
+    sgd_momentum: float = field(default=0.9, metadata=flag("Momentum of sgd."))
+    loss_scale: float | None = field(
+        default=None, metadata=flag("Fixed loss scale with --fp16; dynamic when not given.")
+    )
+    initial_loss_scale: float = field(default=2.0**32, metadata=flag("First dynamic loss scale."))
+    min_loss_scale: float = field(default=1.0, metadata=flag("Smallest dynamic loss scale."))
+    loss_scale_window: int = field(
+        default=1000, metadata=flag("Good steps before the loss scale is doubled.")
+    )
+    hysteresis: int = field(default=2, metadata=flag("Overflows before the loss scale is halved."))
+    calculate_per_token_loss: bool = field(
+        default=True,
+        metadata=flag(
+            "Mean over the tokens of the global batch; off: mean of micro-batch means (Megatron-LM).",
+        ),
+    )
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        """The type of weights and activations."""
+        return _DTYPES[self.precision]
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The type in which gradients are summed and weights updated."""
+        return torch.float64 if self.precision == "fp64" else torch.float32
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong within this section."""
+        yield from self._range_problems()
+        yield from self._schedule_problems()
+        yield from self._weight_decay_problems()
+        yield from self._loss_scale_problems()
+
+    def _range_problems(self) -> Iterator[Problem]:
+        if self.lr <= 0:
+            yield Problem(flags=("--lr",), value=self.lr, rule="must be more than 0")
+        for name, value in {
+            "--min-lr": self.min_lr,
+            "--lr-warmup-init": self.lr_warmup_init,
+            "--weight-decay": self.weight_decay,
+            "--clip-grad": self.clip_grad,
+            "--lr-warmup-iters": self.lr_warmup_iters,
+            "--lr-warmup-samples": self.lr_warmup_samples,
+        }.items():
+            if value < 0:
+                yield Problem(flags=(name,), value=value, rule="must not be negative")
+        for name, beta in {
+            "--adam-beta1": self.adam_beta1,
+            "--adam-beta2": self.adam_beta2,
+            "--sgd-momentum": self.sgd_momentum,
+        }.items():
+            if not 0 <= beta < 1:
+                yield Problem(flags=(name,), value=beta, rule="must be at least 0 and less than 1")
+        for name, length in {
+            "--adam-eps": self.adam_eps,
+            "--lr-decay-iters": self.lr_decay_iters,
+            "--lr-decay-samples": self.lr_decay_samples,
+            "--lr-wsd-decay-iters": self.lr_wsd_decay_iters,
+            "--lr-wsd-decay-samples": self.lr_wsd_decay_samples,
+            "--loss-scale": self.loss_scale,
+            "--initial-loss-scale": self.initial_loss_scale,
+            "--min-loss-scale": self.min_loss_scale,
+            "--loss-scale-window": self.loss_scale_window,
+            "--hysteresis": self.hysteresis,
+        }.items():
+            if length is not None and length <= 0:
+                yield Problem(flags=(name,), value=length, rule="must be more than 0")
+
+    def _schedule_problems(self) -> Iterator[Problem]:
+        if 0 < self.lr < self.min_lr:
+            yield Problem(
+                flags=("--min-lr", "--lr"),
+                value=self.min_lr,
+                rule=f"must not be more than --lr {self.lr}",
+                works=f"--min-lr {self.lr / 10:.3g}, or --lr {self.min_lr} or more",
+            )
+        if self.lr_warmup_init > self.lr > 0:
+            yield Problem(
+                flags=("--lr-warmup-init", "--lr"),
+                value=self.lr_warmup_init,
+                rule=f"must not be more than --lr {self.lr}, to which the warm-up leads",
+                works="--lr-warmup-init 0",
+            )
+        fraction = self.lr_warmup_fraction
+        if fraction is not None and not 0 <= fraction < 1:
+            yield Problem(
+                flags=("--lr-warmup-fraction",),
+                value=fraction,
+                rule="is a part of the decay length: at least 0, less than 1",
+                works="--lr-warmup-fraction 0.01",
+            )
+        for name, value in {
+            "--lr-warmup-iters": self.lr_warmup_iters,
+            "--lr-warmup-samples": self.lr_warmup_samples,
+        }.items():
+            if fraction is not None and value:
+                yield Problem(
+                    flags=(name, "--lr-warmup-fraction"),
+                    value=value,
+                    rule=f"and --lr-warmup-fraction {fraction} both give the length of the warm-up",
+                    works="one of the two",
+                )
+        last_part = {
+            "--lr-wsd-decay-iters": self.lr_wsd_decay_iters,
+            "--lr-wsd-decay-samples": self.lr_wsd_decay_samples,
+        }
+        given = [name for name, value in last_part.items() if value is not None]
+        if self.lr_decay_style == "WSD" and not given:
+            yield Problem(
+                flags=("--lr-decay-style", *last_part),
+                value="WSD",
+                rule="stays constant and decays in the last part, whose length is not given",
+                works="--lr-wsd-decay-iters N (or --lr-wsd-decay-samples N with --train-samples)",
+            )
+        elif self.lr_decay_style != "WSD":
+            for name in given:
+                yield Problem(
+                    flags=(name, "--lr-decay-style"),
+                    value=last_part[name],
+                    rule=f"has an effect only with --lr-decay-style WSD, and that is {self.lr_decay_style}",
+                    works=f"--lr-decay-style WSD; or leave out {name}",
+                )
+
+    def _weight_decay_problems(self) -> Iterator[Problem]:
+        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
+        ramp = {"--start-weight-decay": start, "--end-weight-decay": end}
+        if style == "constant":
+            for name, value in ramp.items():
+                if value is not None:
+                    yield Problem(
+                        flags=(name, "--weight-decay-incr-style"),
+                        value=value,
+                        rule="is an end of a ramp, and --weight-decay-incr-style is constant",
+                        works=f"--weight-decay-incr-style linear or cosine; or --weight-decay {value}",
+                    )
+        elif start is None or end is None:
+            missing = [name for name, value in ramp.items() if value is None]
+            yield Problem(
+                flags=("--weight-decay-incr-style", *missing),
+                value=style,
+                rule=f"needs both ends of the ramp; not given: {' and '.join(missing)}",
+                works="--start-weight-decay 0.01 --end-weight-decay 0.1",
+            )
+        elif not 0 <= start <= end:
+            yield Problem(
+                flags=("--start-weight-decay", "--end-weight-decay"),
+                value=start,
+                rule=f"must be at least 0 and at most --end-weight-decay {end}",
+                works=f"--start-weight-decay {max(0.0, end)} or less",
+            )
+
+    def _loss_scale_problems(self) -> Iterator[Problem]:
+        given: dict[str, float | None] = {
+            "--loss-scale": self.loss_scale,
+            "--initial-loss-scale": None if self.initial_loss_scale == 2.0**32 else self.initial_loss_scale,
+            "--min-loss-scale": None if self.min_loss_scale == 1.0 else self.min_loss_scale,
+            "--loss-scale-window": None if self.loss_scale_window == 1000 else self.loss_scale_window,
+            "--hysteresis": None if self.hysteresis == 2 else self.hysteresis,
+        }
+        for name, value in given.items():
+            if value is None:
+                continue
+            if self.precision != "fp16":
+                yield Problem(
+                    flags=(name, "--fp16"),
+                    value=value,
+                    rule=f"only fp16 needs a loss scale, and the precision is {self.precision}",
+                    works=f"--fp16; or leave out {name}",
+                )
+            elif name != "--loss-scale" and self.loss_scale is not None:
+                yield Problem(
+                    flags=(name, "--loss-scale"),
+                    value=value,
+                    rule=f"belongs to the dynamic loss scale, and --loss-scale {self.loss_scale} fixes it",
+                    works=f"one of --loss-scale and {name}",
+                )
+        if self.initial_loss_scale < self.min_loss_scale:
+            yield Problem(
+                flags=("--initial-loss-scale", "--min-loss-scale"),
+                value=self.initial_loss_scale,
+                rule=f"must not be less than --min-loss-scale {self.min_loss_scale}",
+                works=f"--initial-loss-scale {self.min_loss_scale} or more",
+            )

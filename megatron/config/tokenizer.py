@@ -1,0 +1,181 @@
+"""The tokenizer and the size of its vocabulary in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megatron.config.options import flag
+from megatron.config.problems import Problem
+
+TokenizerType = Literal[
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "ByteTokenizer",
+    "NullTokenizer",
+]
+# The files (and sizes) that each type is made from.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "ByteTokenizer": (),
+    "NullTokenizer": ("vocab_size",),
+}
+_FILES = ("vocab_file", "merge_file", "tokenizer_model")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerConfig:
+    """What turns text into tokens."""
+
+    tokenizer_type: TokenizerType = field(
+        metadata=flag(
+            "Kind of tokenizer.",
+            affects="data",
+            later=(
+                "BertWordPieceLowerCase",
+                "BertWordPieceCase",
+                "TikTokenizer",
+                "MultimodalTokenizer",
+                "NullMultimodalTokenizer",
+                "SFTTokenizer",
+            ),
+        )
+    )
+    vocab_file: str | None = field(default=None, metadata=flag("Vocabulary of GPT2BPETokenizer (JSON)."))
+    merge_file: str | None = field(default=None, metadata=flag("Merges of GPT2BPETokenizer."))
+    tokenizer_model: str | None = field(
+        default=None,
+        metadata=flag(
+            "SentencePiece .model, or tokenizer.json (or its folder) of HuggingFaceTokenizer.",
+            aliases=("--tokenizer-path",),
+        ),
+    )
+    vocab_size: int | None = field(
+        default=None, metadata=flag("Vocabulary of NullTokenizer.", affects="model")
+    )
+    make_vocab_size_divisible_by: int = field(
+        default=128, metadata=flag("Pad the vocabulary to a multiple of this x TP.")
+    )
+    padded_vocab_size: int | None = field(
+        default=None,
+        metadata=flag(
+            "Vocabulary rows of the model itself, instead of the tokenizer's size.", affects="model"
+        ),
+    )
+    null_tokenizer_eod_id: int | None = field(
+        default=None,
+        metadata=flag("End-of-document id of NullTokenizer; the last when not given.", affects="data"),
+    )
+    null_tokenizer_pad_id: int = field(default=-1, metadata=flag("Padding id of NullTokenizer; -1: none."))
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong within this section, files aside."""
+        for name in ("vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield Problem(flags=(_flag(name),), value=value, rule="must be at least 1")
+        needs = _NEEDS[self.tokenizer_type]
+        for name in needs:
+            if getattr(self, name) is None:
+                yield Problem(
+                    flags=(_flag(name), "--tokenizer-type"),
+                    rule=f"not given, and {self.tokenizer_type} is made from "
+                    f"{' and '.join(_flag(need) for need in needs)}",
+                    works=f"{_flag(name)} {'N' if name == 'vocab_size' else 'FILE'}",
+                )
+        for name in (*_FILES, "vocab_size"):
+            if name not in needs and getattr(self, name) is not None:
+                users = [kind for kind, uses in _NEEDS.items() if name in uses]
+                more = " (to fix the rows of the model, --padded-vocab-size)" if name == "vocab_size" else ""
+                yield Problem(
+                    flags=(_flag(name), "--tokenizer-type"),
+                    value=getattr(self, name),
+                    rule=f"{self.tokenizer_type} does not use it",
+                    works=f"leave out {_flag(name)}{more}; or --tokenizer-type {users[0]}",
+                )
+        yield from self._size_problems()
+
+    def _size_problems(self) -> Iterator[Problem]:
+        size, padded, eod = self.vocab_size, self.padded_vocab_size, self.null_tokenizer_eod_id
+        if size is not None and padded is not None and padded < size:
+            yield Problem(
+                flags=("--padded-vocab-size", "--vocab-size"),
+                value=padded,
+                rule=f"must not be less than --vocab-size {size}",
+                works=f"--padded-vocab-size {size} or more; or leave it out",
+            )
+        null = self.tokenizer_type == "NullTokenizer"
+        for name, value, default in (
+            ("--null-tokenizer-eod-id", eod, None),
+            ("--null-tokenizer-pad-id", self.null_tokenizer_pad_id, -1),
+        ):
+            if value == default or value is None:
+                continue
+            if not null:
+                yield Problem(
+                    flags=(name, "--tokenizer-type"),
+                    value=value,
+                    rule=f"belongs to NullTokenizer, and --tokenizer-type is {self.tokenizer_type}",
+                    works=f"leave out {name}",
+                )
+            elif size is not None and not 0 <= value < size:
+                yield Problem(
+                    flags=(name, "--vocab-size"),
+                    value=value,
+                    rule=f"must be a token: at least 0, less than --vocab-size {size}",
+                    works=f"{name} {size - 1}, or --vocab-size {max(value, 0) + 1} or more",
+                )
+
+    def file_problems(self) -> Iterator[Problem]:
+        """Tokenizer files that are not there."""
+        for name in _FILES:
+            value = getattr(self, name)
+            if value is None or Path(value).is_file():
+                continue
+            if (
+                name == "tokenizer_model"
+                and self.tokenizer_type == "HuggingFaceTokenizer"
+                and Path(value).is_dir()
+            ):
+                if (Path(value) / "tokenizer.json").is_file():
+                    continue
+                yield Problem(
+                    flags=(_flag(name),),
+                    value=value,
+                    rule="the folder has no tokenizer.json",
+                    works="the folder of a model saved with a fast tokenizer",
+                )
+                continue
+            yield Problem(
+                flags=(_flag(name),),
+                value=value,
+                rule="is a folder, a file is needed" if Path(value).is_dir() else "no such file",
+                works=_file_advice(Path(value)),
+            )
+
+
+def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_size: int) -> int:
+    """The vocabulary rounded up to a multiple of make_divisible_by x tensor_parallel_size, as Megatron-LM does."""
+    multiple = make_divisible_by * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _file_advice(path: Path) -> str:
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        return f"an existing file; there is no folder {folder} either (paths are relative to {Path.cwd()})"
+    files = sorted(entry.name for entry in folder.iterdir() if entry.is_file())[:5]
+    return f"in {folder} are {', '.join(files)}" if files else f"an existing file; {folder} has none"

@@ -1,0 +1,150 @@
+"""How long a run trains, with which batches, and when it stops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron.config.options import flag
+from megatron.config.problems import Problem, divisors, near
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """Batches, horizon, evaluation and exit."""
+
+    micro_batch_size: int = field(
+        metadata=flag("Samples of one forward pass on one model replica.", aliases=("--batch-size",))
+    )
+    global_batch_size: int | None = field(
+        default=None, metadata=flag("Samples of one step; micro-batch x data parallel when not given.")
+    )
+    rampup_batch_size: tuple[int, int, int] | None = field(
+        default=None,
+        metadata=flag(
+            "Grow the global batch from START by INCREMENT over SAMPLES samples.",
+            words=3,
+            metavar="START INCREMENT SAMPLES",
+        ),
+    )
+    train_iters: int | None = field(default=None, metadata=flag("Length of the run in iterations."))
+    train_samples: int | None = field(default=None, metadata=flag("Length of the run in samples."))
+    seed: int = field(default=1234, metadata=flag("Seed of weights, data order and dropout.", affects="data"))
+    eval_iters: int = field(default=100, metadata=flag("Iterations of an evaluation; 0 or -1: none."))
+    eval_interval: int | None = field(
+        default=None, metadata=flag("Iterations between evaluations; none when not given.")
+    )
+    skip_train: bool = field(default=False, metadata=flag("Only evaluate the loaded model."))
+    exit_interval: int | None = field(
+        default=None, metadata=flag("Stop at the next iteration divisible by this; save before.")
+    )
+    exit_duration_in_mins: int | None = field(
+        default=None, metadata=flag("Stop after so many minutes; save before.")
+    )
+    exit_signal_handler: bool = field(default=False, metadata=flag("On --exit-signal save and stop."))
+    exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"] = field(
+        default="SIGTERM", metadata=flag("The signal of --exit-signal-handler.")
+    )
+    torch_compile: bool = field(default=False, metadata=flag("Compile each transformer layer."))
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run evaluates while it trains."""
+        return self.eval_interval is not None and self.eval_iters > 0
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong within this section."""
+        for name in (
+            "micro_batch_size",
+            "global_batch_size",
+            "train_iters",
+            "train_samples",
+            "eval_interval",
+            "exit_interval",
+            "exit_duration_in_mins",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield Problem(flags=("--" + name.replace("_", "-"),), value=value, rule="must be at least 1")
+        if self.eval_iters < -1:
+            yield Problem(
+                flags=("--eval-iters",),
+                value=self.eval_iters,
+                rule="is a number of iterations; 0 or -1 does not evaluate",
+                works="--eval-iters 0 or 100",
+            )
+        if not 0 <= self.seed < 2**63:
+            yield Problem(flags=("--seed",), value=self.seed, rule="must be at least 0 and less than 2^63")
+        if self.exit_signal != "SIGTERM" and not self.exit_signal_handler:
+            yield Problem(
+                flags=("--exit-signal", "--exit-signal-handler"),
+                value=self.exit_signal,
+                rule="is heeded only with --exit-signal-handler",
+                works=f"--exit-signal-handler --exit-signal {self.exit_signal}",
+            )
+        if self.rampup_batch_size is not None:
+            yield from self._rampup_problems(*self.rampup_batch_size)
+
+    def horizon_problems(self) -> Iterator[Problem]:
+        """Whether the length of a training run is given, and once."""
+        if self.train_iters is None and self.train_samples is None:
+            yield Problem(
+                flags=("--train-iters", "--train-samples"),
+                rule="the length of the run is not given",
+                works="--train-iters N or --train-samples N",
+            )
+        if self.train_iters is not None and self.train_samples is not None:
+            yield Problem(
+                flags=("--train-iters", "--train-samples"),
+                value=self.train_iters,
+                rule=f"and --train-samples {self.train_samples} both give the length of the run",
+                works="one of the two",
+            )
+
+    def _rampup_problems(self, start: int, increment: int, samples: int) -> Iterator[Problem]:
+        name, shown = "--rampup-batch-size", f"{start} {increment} {samples}"
+        if start < 1 or increment < 1 or samples < 1:
+            yield Problem(
+                flags=(name,), value=shown, rule="START, INCREMENT and SAMPLES must each be at least 1"
+            )
+            return
+        if self.global_batch_size is None:
+            yield Problem(
+                flags=(name, "--global-batch-size"),
+                value=shown,
+                rule="leads to --global-batch-size, which is not given",
+                works="--global-batch-size N",
+            )
+        elif start >= self.global_batch_size:
+            yield Problem(
+                flags=(name, "--global-batch-size"),
+                value=shown,
+                rule=f"START {start} must be less than --global-batch-size {self.global_batch_size}: "
+                "there is nothing to grow",
+                works=f"leave out {name}",
+            )
+        elif (self.global_batch_size - start) % increment:
+            growth = self.global_batch_size - start
+            yield Problem(
+                flags=(name, "--global-batch-size"),
+                value=shown,
+                rule=f"the growth from {start} to --global-batch-size {self.global_batch_size} is {growth}, "
+                f"which INCREMENT {increment} does not divide",
+                works=f"{name} {start} {near(divisors(growth), increment, 1)} {samples}, "
+                f"or --global-batch-size {start + growth // increment * increment} "
+                f"or {start + (growth // increment + 1) * increment}",
+            )
+        if self.train_iters is not None:
+            works = f"{name} {shown} --train-samples N in place of --train-iters"
+            if self.global_batch_size is not None:
+                works = (
+                    f"--train-samples {self.train_iters * self.global_batch_size} in place of --train-iters "
+                    f"{self.train_iters}, and learning rate lengths in samples"
+                )
+            yield Problem(
+                flags=(name, "--train-iters"),
+                value=shown,
+                rule="counts samples, so the length of the run must be given in samples too",
+                works=works,
+            )
