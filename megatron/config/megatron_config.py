@@ -58,7 +58,7 @@ class ScheduleLengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronConfig:
-    """All of a run's configuration. Building one checks nothing; `validate` does, before anything is started."""
+    """All of a run's configuration. Building one checks nothing; `validate` does, before anything starts."""
 
     model: TransformerConfig
     parallel: ParallelConfig
@@ -72,14 +72,14 @@ class MegatronConfig:
     # ---- derived sizes ----
 
     def world_size(self, world_size: int | None = None) -> int:
-        """The number of processes: the given one, else --world-size. Raises ValueError when neither is known."""
+        """Processes: the given number, else --world-size. Raises ValueError when neither is known."""
         size = world_size if world_size is not None else self.parallel.world_size
         if size is None:
             raise ValueError("the number of processes is not known: give world_size, or --world-size N")
         return size
 
     def data_parallel_size(self, world_size: int | None = None) -> int:
-        """Replicas of the model. Raises ConfigError when TP x PP x CP does not divide the number of processes."""
+        """Replicas of the model. Raises ConfigError when TP x PP x CP does not divide the processes."""
         size = self.world_size(world_size)
         problems = list(_world_size_problems(self, size))
         if problems:
@@ -312,25 +312,12 @@ def _model_layout_problems(config: MegatronConfig, sane: bool) -> Iterator[Probl
     if sane:
         try:
             pipeline_layout(model, parallel, config.model_vocab_size(_vocabulary(config)))
-        except ValueError as error:
-            yield Problem(flags=_pipeline_flags(config), rule=str(error))
+        except ConfigError as error:
+            yield from error.problems
 
 
 def _vocabulary(config: MegatronConfig) -> int:
     return config.tokenizer.vocab_size or _TYPICAL_VOCABULARY
-
-
-def _pipeline_flags(config: MegatronConfig) -> tuple[str, ...]:
-    parallel = config.parallel
-    given = {
-        "--pipeline-model-parallel-layout": parallel.pipeline_model_parallel_layout,
-        "--decoder-first-pipeline-num-layers": parallel.decoder_first_pipeline_num_layers,
-        "--decoder-last-pipeline-num-layers": parallel.decoder_last_pipeline_num_layers,
-        "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage,
-        "--num-virtual-stages-per-pipeline-rank": parallel.num_virtual_stages_per_pipeline_rank,
-    }
-    names = tuple(name for name, value in given.items() if value is not None)
-    return (*names, "--pipeline-model-parallel-size", "--num-layers")
 
 
 def _tensor_problems(config: MegatronConfig, tensor: int) -> Iterator[Problem]:
@@ -358,7 +345,8 @@ def _tensor_problems(config: MegatronConfig, tensor: int) -> Iterator[Problem]:
             flags=("--ffn-hidden-size", name, "--hidden-size"),
             value=ffn,
             rule=f"must be divisible by {name} {tensor}",
-            works=f"--ffn-hidden-size {near(multiples(ffn, tensor), ffn)}; {name} {near(divisors(ffn), tensor)}",
+            works=f"--ffn-hidden-size {near(multiples(ffn, tensor), ffn)}; "
+            f"{name} {near(divisors(ffn), tensor)}",
         )
     length = config.data.seq_length
     if config.parallel.sequence_parallel and length > 0 and length % tensor:
@@ -366,7 +354,8 @@ def _tensor_problems(config: MegatronConfig, tensor: int) -> Iterator[Problem]:
             flags=("--seq-length", "--sequence-parallel", name),
             value=length,
             rule=f"must be divisible by {name} {tensor} with --sequence-parallel",
-            works=f"--seq-length {near(multiples(length, tensor), length)}; {name} {near(divisors(length), tensor)}",
+            works=f"--seq-length {near(multiples(length, tensor), length)}; "
+            f"{name} {near(divisors(length), tensor)}",
         )
 
 
@@ -509,8 +498,8 @@ def _interleaving_problems(config: MegatronConfig, replicas: int) -> Iterator[Pr
                 "--rampup-batch-size",
             ),
             value=batch,
-            rule=f"makes {count} micro-batches; the interleaved schedule takes them in groups of {group}, and "
-            f"a rest must be at least the {stages} stages",
+            rule=f"makes {count} micro-batches; the interleaved schedule takes them in groups of {group}, "
+            f"and a rest must be at least the {stages} stages",
             works=f"{chosen} micro-batches, of {unit} samples each over all replicas",
         )
         return

@@ -164,7 +164,7 @@ class TokenizerConfig:
 
 
 def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_size: int) -> int:
-    """The vocabulary rounded up to a multiple of make_divisible_by x tensor_parallel_size, as Megatron-LM does."""
+    """The vocabulary rounded up to a multiple of make_divisible_by x tensor_parallel_size (Megatron-LM)."""
     multiple = make_divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
 

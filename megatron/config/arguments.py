@@ -1,0 +1,513 @@
+"""The command line: flags derived from the fields of the sections, over a YAML file; all errors at once."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NoReturn
+
+from megatron.config.megatron_config import MegatronConfig, Purpose, all_options, section_classes
+from megatron.config.megatron_flags import FUSION_FLAG, KnownFlag, known_flag, known_names
+from megatron.config.options import Option, read_words
+from megatron.config.problems import ConfigError, Problem
+from megatron.config.yaml_file import Entry, dump_yaml, normal_key, read_yaml, value_words
+
+ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
+
+_CONFIG, _PRINT_CONFIG = "--config", "--print-config"
+
+
+def parse_arguments(
+    argv: Sequence[str] | None = None,
+    extra_args_provider: ExtraArgsProvider | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    world_size: int | None = None,
+    purpose: Purpose = "training",
+    check_files: bool = True,
+    say: Callable[[str], object] = print,
+) -> tuple[MegatronConfig, argparse.Namespace]:
+    """The configuration that a command line describes, and the values of a program's own arguments.
+
+    From weak to strong: the defaults of the fields, `defaults` of the program (by flag or field name), the
+    file of `--config`, the flags. A flag given twice counts as given last. `--print-config` prints the result
+    and exits.
+
+    Args:
+        argv: words after the program's name; those of the process when None.
+        extra_args_provider: adds a program's own arguments to the parser that it is given.
+        world_size: number of processes, when a launcher has started them.
+        purpose: which rules must hold; `--print-parallel-groups --world-size N` needs only those of the layout.
+        check_files: whether tokenizer files and corpora must be there.
+        say: receives the line about accepted flags and the printed configuration; silent ranks pass another.
+
+    Raises:
+        ConfigError: with every problem, those of reading and those of the rules.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    extra = _extra_parser(extra_args_provider)
+    if "-h" in words or "--help" in words:
+        say(_help(extra))
+        raise SystemExit(0)
+    reader = _Reader(extra_options=_extra_options(extra))
+    reader.read_entries(
+        [Entry(key=k, value=v, section="", origin="program") for k, v in (defaults or {}).items()]
+    )
+    flags, config_file, print_config = _take_own_flags(_split(words))
+    if config_file is not None:
+        entries, problems = read_yaml(config_file, section_classes())
+        reader.problems += problems
+        reader.read_entries(entries)
+    reader.read_flags(flags)
+    extra_values = reader.read_extra(extra)
+    if reader.value("print_parallel_groups") and reader.value("world_size") is not None:
+        purpose, world_size = "layout", None
+    config = reader.build(purpose)
+    config = reader.with_world_size(config, world_size)
+    problems = reader.all_problems(config, purpose=purpose, check_files=check_files)
+    if print_config:
+        say(dump_yaml(config.to_dict(), reader.origins()).rstrip("\n"))
+    if problems:
+        raise ConfigError(problems)
+    if print_config:
+        raise SystemExit(0)
+    if reader.notes:
+        say("Accepted, and already so in this version: " + ", ".join(dict.fromkeys(reader.notes)))
+    return config, extra_values
+
+
+# ---- spellings: every flag name that sets a field ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Spelling:
+    option: Option
+    sets: Literal["value", "constant"]
+    value: Any = None
+
+
+def _normal(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _full_name(name: str) -> str:
+    """The flag that sets the same field to any value."""
+    spelling = _spellings().get(_normal(name))
+    return spelling.option.name if spelling is not None else name
+
+
+@functools.cache
+def _spellings() -> Mapping[str, _Spelling]:
+    """How each flag, with dashes, sets its field."""
+    table: dict[str, _Spelling] = {}
+    for option in all_options():
+        field_name = "--" + _normal(option.field)
+        if option.kind == "switch":
+            on, off = _Spelling(option=option, sets="constant", value=True), [option.off_name]
+            off += [f"--no-{field_name[2:]}", f"--disable-{field_name[2:]}"]
+            for name in (option.name, field_name, *option.flag.aliases):
+                table[name] = on
+            for name in off:
+                table.setdefault(name, _Spelling(option=option, sets="constant", value=False))
+        else:
+            for name in (option.name, field_name, *option.flag.aliases):
+                table[name] = _Spelling(option=option, sets="value")
+        for name, value in option.flag.constants.items():
+            table[name] = _Spelling(option=option, sets="constant", value=value)
+    return table
+
+
+# ---- words to groups ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Group:
+    """A flag and the words after it. name is as the user spelled it; origin is where: "flag" or file:line."""
+
+    name: str
+    words: list[str]
+    origin: str = "flag"
+
+    @property
+    def shown(self) -> str:
+        return self.name if self.origin == "flag" else f"{self.origin} {self.name.removeprefix('--')}"
+
+
+def _split(words: Iterable[str]) -> list[_Group]:
+    """Words as flags with what follows them. There are no positional words, so this is never ambiguous."""
+    groups: list[_Group] = []
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word.partition("=")
+            groups.append(_Group(name=name, words=[value] if equals else []))
+        elif re.match(r"-[A-Za-z]", word) or not groups:
+            groups.append(_Group(name=word, words=[]))
+        else:
+            groups[-1].words.append(word)
+    return groups
+
+
+def _take_own_flags(groups: list[_Group]) -> tuple[list[_Group], str | None, bool]:
+    """What is left without --config FILE and --print-config, the file, and whether to print."""
+    rest, config_file, print_config = [], None, False
+    for group in groups:
+        if _normal(group.name) == _CONFIG and len(group.words) == 1:
+            config_file = group.words[0]
+        elif _normal(group.name) == _PRINT_CONFIG and not group.words:
+            print_config = True
+        else:
+            rest.append(group)
+    return rest, config_file, print_config
+
+
+# ---- reading ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Given:
+    value: Any
+    flag: str
+    origin: str
+
+
+@dataclass(kw_only=True, slots=True)
+class _Reader:
+    """Collects values, problems and notes over all sources, the weakest source first."""
+
+    extra_options: Mapping[str, str]
+    given: dict[str, _Given] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+    extra_words: list[str] = field(default_factory=list)
+    accepted: list[tuple[str, str]] = field(default_factory=list)
+
+    def read_flags(self, groups: Iterable[_Group]) -> None:
+        """One source: values in it override those of weaker sources, and must not contradict each other."""
+        source: dict[str, _Given] = {}
+        exact_gelu: _Group | None = None
+        for group in groups:
+            name = _normal(group.name)
+            known = known_flag(name)
+            if name in self.extra_options:
+                self.extra_words += [self.extra_options[name], *group.words]
+            elif name in _spellings():
+                self._read_value(group, _spellings()[name], source)
+            elif name == FUSION_FLAG and not group.words:
+                exact_gelu = group
+            elif known is not None:
+                self._read_known(group, name, known)
+            else:
+                self.problems.append(_unknown(group, [*_spellings(), *known_names(), *self.extra_options]))
+        if exact_gelu is not None:
+            if "activation" in source or "activation" in self.given:
+                self.notes.append(exact_gelu.name)
+            else:
+                source["activation"] = _Given(value="gelu", flag=exact_gelu.name, origin=exact_gelu.origin)
+        self.given |= source
+
+    def read_entries(self, entries: Iterable[Entry]) -> None:
+        """One source of keys and values."""
+        self.read_flags([group for entry in entries if (group := self._entry_group(entry)) is not None])
+
+    def _entry_group(self, entry: Entry) -> _Group | None:
+        """The flag that says the same as a key and its value; None when there is nothing to say."""
+        name = "--" + normal_key(entry.key)
+        spelling = _spellings().get(name)
+        shown = f"{entry.origin} {entry.key}"
+        group = _Group(name=f"--{entry.key.removeprefix('--')}", words=[], origin=entry.origin)
+        option = spelling.option if spelling is not None else None
+        if option is not None and entry.section not in ("", option.section):
+            rule = f"belongs to the section {option.section}, not {entry.section}"
+            self._refuse((shown,), rule, option)
+            return None
+        if entry.value is None:
+            if option is not None and option.default is not None:
+                self._refuse((shown,), "needs a value", option)
+            return None
+        if isinstance(entry.value, bool):
+            if spelling is not None and spelling.sets == "value":
+                self._refuse((shown,), "needs a value, not yes or no", spelling.option)
+                return None
+            if entry.value:
+                return group
+            opposite = option is not None and option.kind == "switch" and spelling is not None
+            if not opposite or option is None or spelling is None:
+                return None
+            return replace(group, name=option.off_name if spelling.value else option.name)
+        if isinstance(entry.value, dict):
+            self.problems.append(
+                Problem(
+                    flags=(shown,), rule="holds keys, and is no section", works=", ".join(section_classes())
+                )
+            )
+            return None
+        if spelling is not None and spelling.sets == "constant":
+            self._refuse((shown,), f"is true or false, {entry.value!r} is neither", spelling.option)
+            return None
+        if entry.value == [] and option is not None and option.default == ():
+            return None
+        return replace(group, words=value_words(entry.value))
+
+    def _read_value(self, group: _Group, spelling: _Spelling, source: dict[str, _Given]) -> None:
+        option = spelling.option
+        value = spelling.value
+        if spelling.sets == "constant" and group.words:
+            self._refuse((group.shown,), f"takes no word after it, {group.words[0]!r} given", option)
+            return
+        if spelling.sets == "value":
+            try:
+                value = read_words(option, group.words)
+            except ValueError as error:
+                self._refuse((group.shown,), str(error), option, " ".join(group.words))
+                return
+            if option.choices and value not in option.choices:
+                self._refuse_choice(group, option, value)
+                return
+        before = source.get(option.field)
+        same_flag = before is not None and _normal(before.flag) == _normal(group.name)
+        if before is not None and not same_flag and before.value != value and option.kind != "switch":
+            rule = f"and {before.flag} give {option.name.removeprefix('--')} different values"
+            works = f"one of the two; {option.name} says the same in full"
+            self.problems.append(Problem(flags=(group.shown, before.flag), rule=rule, works=works))
+            self.broken.add(option.name)
+            return
+        source[option.field] = _Given(value=value, flag=group.name, origin=group.origin)
+
+    def _read_known(self, group: _Group, name: str, known: KnownFlag) -> None:
+        if known.already_so(group.words):
+            self.notes.append(" ".join([group.name, *group.words]))
+            self.accepted.append((name, " ".join(group.words)))
+            return
+        reason, works = known.reason, known.instead
+        if not reason:
+            reason = f"only {known.already}"
+            works = f"{name} {' or '.join(known.values or ())}".strip() + "; or leave it out"
+        words = " ".join(group.words[:4]) + (" ..." if len(group.words) > 4 else "")
+        self.problems.append(Problem(flags=(group.shown,), value=words, rule=reason, works=works))
+
+    def _refuse(self, flags: tuple[str, ...], rule: str, option: Option, value: str = "") -> None:
+        self.problems.append(Problem(flags=flags, value=value, rule=rule, works=_usage(option)))
+        self.broken.add(option.name)
+
+    def _refuse_choice(self, group: _Group, option: Option, value: Any) -> None:
+        if value in option.flag.later:
+            rule = "is not available in this version"
+        else:
+            known = [*option.choices, *option.flag.later]
+            folded = {choice.lower(): choice for choice in known}
+            nearest = difflib.get_close_matches(str(value).lower(), list(folded), n=1)
+            rule = "is not a known value" + (f"; nearest: {folded[nearest[0]]}" if nearest else "")
+        works = f"{option.name} {' | '.join(option.choices)}"
+        self.problems.append(Problem(flags=(group.shown,), value=value, rule=rule, works=works))
+        self.broken.add(option.name)
+
+    def read_extra(self, parser: argparse.ArgumentParser) -> argparse.Namespace:
+        try:
+            return parser.parse_args(self.extra_words)
+        except ValueError as error:
+            self.problems.append(Problem(flags=(), rule=str(error)))
+            return argparse.Namespace()
+
+    # ---- the result ----
+
+    def value(self, name: str) -> Any:
+        """The value given for a field, None when none was."""
+        return self.given[name].value if name in self.given else None
+
+    def build(self, purpose: Purpose) -> MegatronConfig:
+        """The configuration; what is missing or unreadable has a stand-in, and is among the problems."""
+        sections: dict[str, dict[str, Any]] = {name: {} for name in section_classes()}
+        for option in all_options():
+            if option.field in self.given:
+                sections[option.section][option.field] = self.given[option.field].value
+            elif option.required:
+                sections[option.section][option.field] = _stand_in(option)
+                if purpose != "layout" and option.name not in self.broken:
+                    rule = f"must be given. {option.flag.help}"
+                    self.problems.append(Problem(flags=(option.name,), rule=rule, works=_usage(option)))
+                self.broken.add(option.name)
+        built = {name: section(**sections[name]) for name, section in section_classes().items()}
+        return MegatronConfig(**built)
+
+    def with_world_size(self, config: MegatronConfig, started: int | None) -> MegatronConfig:
+        """The configuration with the number of processes that a launcher has started."""
+        wanted = config.parallel.world_size
+        if started is None:
+            return config
+        if wanted is not None and wanted != started:
+            rule = f"the launcher has started {started} processes"
+            works = f"leave out --world-size; or start {wanted} processes"
+            self.problems.append(Problem(flags=("--world-size",), value=wanted, rule=rule, works=works))
+        return replace(config, parallel=replace(config.parallel, world_size=started))
+
+    def all_problems(self, config: MegatronConfig, *, purpose: Purpose, check_files: bool) -> list[Problem]:
+        """Problems of reading, then those of the rules whose flags could all be read."""
+        rules = config.problems(purpose=purpose, check_files=check_files)
+        rules += _unmet_conditions(config, self.accepted)
+        known = [problem for problem in rules if not self.broken & {_full_name(f) for f in problem.flags}]
+        return self.problems + list(dict.fromkeys(known))
+
+    def origins(self) -> dict[tuple[str, str], str]:
+        """Where the value of each field comes from."""
+        return {
+            (option.section, option.field): self.given[option.field].origin
+            if option.field in self.given
+            else "default"
+            for option in all_options()
+        }
+
+
+def _unknown(group: _Group, names: Sequence[str]) -> Problem:
+    if not group.name.startswith("-"):
+        rule = "stands alone: every word belongs to a flag before it"
+        return Problem(flags=(repr(group.name),), rule=rule, works="--flag value; quote a value with blanks")
+    typed = _normal("--" + group.name.lstrip("-"))
+    folded = {name.lower(): name for name in names}
+    nearest = difflib.get_close_matches(typed.lower(), list(folded), n=1, cutoff=0.7)
+    works = f"{folded[nearest[0]]} is the nearest" if nearest else "--help lists all flags"
+    return Problem(flags=(group.shown,), rule="is not a known flag", works=works)
+
+
+def _usage(option: Option) -> str:
+    if option.kind == "switch":
+        return f"{option.name} or {option.off_name}"
+    return f"{option.name} {_metavar(option)}"
+
+
+def _stand_in(option: Option) -> Any:
+    """A value that lets the other rules be checked while this one is missing."""
+    return {"number": 1, "fraction": 1.0, "text": (*option.choices, "")[0]}[option.kind]
+
+
+# ---- flags that are already so under a condition ----
+
+
+def _unmet_conditions(config: MegatronConfig, accepted: Iterable[tuple[str, str]]) -> Iterator[Problem]:
+    for name, words in accepted:
+        if name == "--use-flash-attn" or (name, words) == ("--attention-backend", "flash"):
+            yield from _flash_problems(config, f"{name} {words}".strip())
+        elif name == "--no-position-embedding" and config.model.position_embedding_type == "learned_absolute":
+            yield Problem(
+                flags=(name, "--position-embedding-type"),
+                rule="goes with rotary positions; without them it leaves no positions at all",
+                works="--position-embedding-type rope or none",
+            )
+        elif name == "--exit-on-missing-checkpoint" and config.checkpoint.load_if_exists:
+            yield Problem(
+                flags=(name, "--load-if-exists"),
+                rule="and --load-if-exists ask for opposite things",
+                works="one of the two",
+            )
+
+
+def _flash_problems(config: MegatronConfig, shown: str) -> Iterator[Problem]:
+    """What keeps torch's attention from a flash kernel."""
+    model, name = config.model, shown.split(" ")[0]
+    obstacles = {
+        "--attention-dropout": (
+            model.attention_dropout > 0 and not model.fast_attention_dropout,
+            f"--attention-dropout {model.attention_dropout} takes an explicit path, whose masks do not "
+            "depend on the layout",
+            "--attention-dropout 0, or --fast-attention-dropout",
+        ),
+        "--bf16": (
+            config.optimizer.precision not in ("bf16", "fp16"),
+            f"flash kernels compute in 16 bits, and the precision is {config.optimizer.precision}",
+            "--bf16",
+        ),
+        "--position-embedding-type": (
+            model.position_embedding_type == "alibi",
+            "flash kernels take no bias on the scores, which ALiBi is",
+            "--position-embedding-type rope",
+        ),
+        "--window-size": (
+            model.window_size not in (None, (-1, -1), (-1, 0)),
+            "torch's flash kernel has no window",
+            "another kernel, by leaving the flag out",
+        ),
+        "--reset-attention-mask": (
+            config.data.reset_attention_mask,
+            "torch's flash kernel takes no mask of documents",
+            "another kernel, by leaving the flag out",
+        ),
+    }
+    for flag, (stands, rule, works) in obstacles.items():
+        if stands:
+            yield Problem(flags=(shown, name, flag), rule=f"cannot be: {rule}", works=works)
+
+
+# ---- help, and a program's own arguments ----
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _extra_parser(provider: ExtraArgsProvider | None) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = _Parser(add_help=False, allow_abbrev=False)
+    if provider is not None:
+        parser = provider(parser) or parser
+    return parser
+
+
+def _extra_options(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """The program's own flags: with dashes, and as the program spells them."""
+    options = {_normal(name): name for action in parser._actions for name in action.option_strings}
+    taken = sorted(name for name in options if name in _spellings())
+    if taken:
+        raise ValueError(f"extra_args_provider adds {', '.join(taken)}, which every program has: rename")
+    return options
+
+
+def _metavar(option: Option) -> str:
+    if option.flag.metavar:
+        return option.flag.metavar
+    if option.choices:
+        return "{" + ",".join(option.choices) + "}"
+    return {"number": "N", "fraction": "X", "text": "TEXT"}.get(option.kind, "")
+
+
+def _help(extra: argparse.ArgumentParser) -> str:
+    """All flags in groups, each with its default."""
+    parser = argparse.ArgumentParser(
+        parents=[extra],
+        add_help=False,
+        allow_abbrev=False,
+        usage="%(prog)s [--config FILE] [--flag [value ...]] ...",
+        description="Dashes and underscores are the same. The keys of a --config file are names of flags.",
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=44, width=118),
+    )
+    files = parser.add_argument_group("configuration")
+    files.add_argument(_CONFIG, metavar="FILE", help="YAML file of flags; flags here override it.")
+    files.add_argument(_PRINT_CONFIG, action="store_true", help="Print the whole configuration and exit.")
+    files.add_argument("--help", "-h", action="store_true", help="Print this and exit.")
+    groups = {name: parser.add_argument_group(name) for name in section_classes()}
+    for option in all_options():
+        group, text = groups[option.section], _help_text(option)
+        if option.kind == "switch":
+            group.add_argument(option.shown, action="store_true", help=text)
+        else:
+            group.add_argument(option.name, metavar=_metavar(option), help=text)
+        for name, value in option.flag.constants.items():
+            group.add_argument(name, action="store_true", help=f"The same as {option.name} {value}.")
+    return parser.format_help()
+
+
+def _help_text(option: Option) -> str:
+    text = option.flag.help
+    if option.kind == "switch":
+        if option.shown != option.name:
+            text = f"Turn off: {text[0].lower()}{text[1:]}"
+        default = "on" if option.default else "off"
+    elif option.required:
+        return f"{text} (required)".replace("%", "%%")
+    else:
+        default = "none" if option.default in (None, ()) else str(option.default)
+    return f"{text} (default: {default})".replace("%", "%%")

@@ -1,0 +1,601 @@
+"""Every flag of Megatron-LM, past and present, that is not an option here: already so, or refused because ...
+
+The flags that are options here are fields of the sections; this table holds the rest, as data. A name may end
+in `*` (a whole family), or carry values, `--flag=a|b`: these ask for nothing that is not so here already.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+# What this version does anyway: accepted, and said in one line at the start of a run.
+_ALREADY_SO: tuple[tuple[str, str], ...] = (
+    ("there is one implementation of the model", "--use-mcore-models --transformer-impl=local"),
+    (
+        "this version fuses no such kernels",
+        "--no-masked-softmax-fusion --no-scaled-masked-softmax-fusion --no-bias-dropout-fusion "
+        "--no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm "
+        "--no-gradient-accumulation-fusion --disable-jit-fuser",
+    ),
+    ("attention picks its kernel itself", "--attention-backend=auto"),
+    ("softmax of attention is taken in fp32 or wider", "--attention-softmax-in-fp32"),
+    ("attention scores are not scaled by layer", "--no-query-key-layer-scaling"),
+    (
+        "gradients are accumulated and reduced in fp32 or wider",
+        "--accumulate-allreduce-grads-in-fp32 --fp32-allreduce",
+    ),
+    (
+        "gradients lie in contiguous buffers, reduced once a step",
+        "--DDP-impl=local --use-contiguous-buffers-in-ddp --use-contiguous-buffers-in-local-ddp",
+    ),
+    ("initial weights do not depend on the device or the layout", "--use-cpu-initialization"),
+    (
+        "attention masks are never built as dense tensors by the loader",
+        "--no-create-attention-mask-in-dataloader",
+    ),
+    ("datasets are .bin/.idx files", "--data-impl=mmap|infer"),
+    ("stages send whole activations", "--no-scatter-gather-tensors-in-pipeline"),
+    ("the launcher says the local rank", "--local-rank=*"),
+    ("there is no such logger", "--no-one-logger"),
+    ("there is no multi-storage client", "--disable-msc"),
+    (
+        "batch size and learning rate are always written",
+        "--log-batch-size-to-tensorboard --log-learning-rate-to-tensorboard",
+    ),
+    ("a NaN is printed and does not stop the run", "--no-check-for-nan-in-loss-and-grad"),
+    ("there is no re-run machine", "--rerun-mode=disabled"),
+    ("--load with nothing to load is an error", "--exit-on-missing-checkpoint"),
+    ("rotary positions come without learned ones", "--no-position-embedding"),
+    (
+        "attention runs in a flash kernel where the device has one",
+        "--use-flash-attn --attention-backend=flash",
+    ),
+    ("a missing or unexpected tensor is always an error", "--dist-ckpt-strictness=raise_all"),
+    ("one rank of each replica group writes", "--no-ckpt-fully-parallel-save"),
+    (
+        "tokenizer files are not copied into checkpoints",
+        "--no-save-tokenizer-assets --disable-save-tokenizer-assets",
+    ),
+    (
+        "the feature that they belong to is off",
+        "--expert-model-parallel-size=1 --expert-tensor-parallel-size=1 "
+        "--num-distributed-optimizer-instances=1 --cpu-offloading-num-layers=0 "
+        "--empty-unused-memory-level=0 --vocab-extra-ids=0 --sample-rate=1|1.0 --cp-comm-type=p2p "
+        "--wgrad-deferral-limit=0 --error-injection-rate=0 --manual-gc-interval=0 --moe-layer-freq=1 "
+        "--softmax-type=vanilla --virtual-pipeline-model-parallel-size=1 --num-dataset-builder-threads=1 "
+        "--checkpoint-num-layers=1 --main-grads-dtype=fp32 --main-params-dtype=fp32 --exp-avg-dtype=fp32 "
+        "--exp-avg-sq-dtype=fp32 --glu-linear-offset=0|0.0 --rotary-scaling-factor=1|1.0 --rope-type=rope "
+        "--cross-entropy-fusion-impl=native",
+    ),
+)
+
+_LATER = "is not available in this version"
+_SCOPE = "is outside what this project trains (GPT)"
+_FORK = "is not a Megatron-LM flag, but one of a fork"
+_NO_NUMBER = "changes no number, and this version has no such switch"
+
+# (reason, what to do instead, names)
+_REFUSED: tuple[tuple[str, str, str], ...] = (
+    # parallelism
+    (
+        f"the distributed optimizer {_LATER}",
+        "leave it out: optimizer state is whole on every data-parallel rank",
+        "--use-distributed-optimizer --overlap-param-gather --overlap-param-gather-with-optimizer-step "
+        "--no-align-param-gather --overlapped-distributed-optimizer --num-distributed-optimizer-instances "
+        "--no-use-layer-wise-param-layout --delay-param-gather "
+        "--distrib-optim-fully-reshardable-mem-efficient",
+    ),
+    (
+        f"overlapping or bucketing the gradient reduction {_LATER}",
+        "leave it out: gradients are reduced once, after the last micro-batch",
+        "--overlap-grad-reduce --ddp-* --no-align-grad-reduce --disable-align-grad-reduce "
+        "--delay-grad-reduce --no-delay-grad-reduce --no-gradient-reduce-div-fusion "
+        "--suggested-communication-unit-size",
+    ),
+    (
+        f"reducing gradients in 16 bits {_LATER}",
+        "leave it out: they are reduced in fp32",
+        "--grad-reduce-in-bf16",
+    ),
+    (
+        f"sharding parameters over data-parallel ranks (FSDP) {_LATER}",
+        "--tensor-model-parallel-size and --pipeline-model-parallel-size divide the model",
+        "--use-megatron-fsdp --use-custom-fsdp --use-torch-fsdp2 --megatron-fsdp-* --fsdp-* --nvfsdp "
+        "--data-parallel-sharding-strategy --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp "
+        "--torch-fsdp2-no-reshard-after-forward --create-all-gather-group --keep-fp8-transpose-cache "
+        "--no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load --init-model-with-meta-device",
+    ),
+    (
+        f"context parallelism {_LATER}",
+        "--context-parallel-size 1; --sequence-parallel",
+        "--cp-comm-type --hierarchical-context-parallel-sizes --hybrid-context-parallel "
+        "--max-seqlen-per-dp-cp-rank",
+    ),
+    (
+        "tensor-parallel communication overlaps with the weight gradient always",
+        "leave it out: it changes no number",
+        "--no-async-tensor-model-parallel-allreduce",
+    ),
+    (
+        f"this way to overlap communication {_LATER}",
+        "leave it out",
+        "--tp-comm-* --no-tp-comm-* --disable-tp-comm-* --no-overlap-p2p-communication "
+        "--overlap-p2p-communication-warmup-flush --delay-wgrad-compute --defer-embedding-wgrad-compute "
+        "--wgrad-deferral-limit --use-ring-exchange-p2p --symmetric-ar-type --high-priority-stream-groups "
+        "--high-priority-a2a-comm-stream",
+    ),
+    (
+        f"tuning of the communication library by flag {_LATER}",
+        "the library's own environment variables (NCCL_...)",
+        "--nccl-communicator-config-path --use-sharp --sharp-enabled-group --use-nccl-ub "
+        "--disable-symmetric-registration --pipeline-model-parallel-comm-backend "
+        "--disable-gloo-process-groups --distributed-timeout-seconds-after-init --flight-recorder-* "
+        "--no-flight-recorder-* --disable-flight-recorder-*",
+    ),
+    (
+        "layers that the stages do not divide are spread by cost already, embedding and output layer counted",
+        "leave it out; --pipeline-model-parallel-layout spells the stages out",
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+        "--standalone-embedding-stage",
+    ),
+    (
+        f"a run without its processes {_LATER}",
+        "--print-parallel-groups --world-size N prints the layout",
+        "--fake-process-group --lazy-mpu-init",
+    ),
+    (
+        "the pipeline of an encoder-decoder has another shape",
+        "--pipeline-model-parallel-size",
+        "--pipeline-model-parallel-split-rank --decoder-num-layers --encoder-num-layers "
+        "--decoder-seq-length --transformer-pipeline-model-parallel-size "
+        "--virtual-pipeline-model-parallel-size",
+    ),
+    (
+        f"splitting weights by generalized tensor parallelism {_LATER}",
+        "--tensor-model-parallel-size",
+        "--tensor-parallel-num-weight-shards --gtp-*",
+    ),
+    # memory
+    (
+        f"recomputing or offloading activations {_LATER}",
+        "leave it out; a smaller --micro-batch-size or --sequence-parallel saves memory",
+        "--recompute-* --checkpoint-activations --activations-checkpoint-* --checkpoint-num-layers "
+        "--distribute-saved-activations --distribute-checkpointed-activations --cpu-offloading-* "
+        "--fine-grained-* --offload-modules --min-offloaded-tensor-size --delay-offload-until-cuda-graph "
+        "--delta-offload-bytes-across-pp-ranks --activation-offload-fraction --mlp-chunks-for-prefill "
+        "--mlp-chunks-for-training",
+    ),
+    (
+        f"keeping optimizer state elsewhere or in fewer bits {_LATER}",
+        "leave it out: moments and main weights are fp32",
+        "--optimizer-cpu-offload --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload "
+        "--overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params "
+        "--use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype "
+        "--exp-avg-sq-dtype --optimizer-cuda-graph",
+    ),
+    (
+        "memory is managed by torch's allocator",
+        "leave it out; PYTORCH_CUDA_ALLOC_CONF tunes it",
+        "--empty-unused-memory-level",
+    ),
+    # precision
+    (
+        f"training in 8 or 4 bits {_LATER}",
+        "--bf16",
+        "--fp8-* --no-fp8-wgrad --disable-fp8-wgrad --fp4-* --first-last-layers-bf16 "
+        "--num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 --te-precision-config-file "
+        "--reuse-grad-buf-for-mxfp8-param-ag --kitchen-* --use-kitchen-attention",
+    ),
+    (
+        f"this choice of precision {_LATER}",
+        "leave it out; the loss and its softmax are taken in fp32",
+        "--fp16-lm-cross-entropy --output-logit-dtype --fp32-residual-connection --fp32-embedding "
+        "--fp32-layernorm --fp32-tokentypes --apply-query-key-layer-scaling "
+        "--disable-bf16-reduced-precision-matmul",
+    ),
+    # implementations
+    (
+        "Transformer Engine and Apex are not used: the same model is built from this project's own layers",
+        "leave it out",
+        "--transformer-impl --use-legacy-models --use-te-activation-func "
+        "--use-transformer-engine-op-fuser --te-rng-tracker --DDP-impl",
+    ),
+    (
+        f"choosing the attention kernel {_LATER}; torch's scaled_dot_product_attention chooses",
+        "leave it out",
+        "--attention-backend --flash-attention-version --flash-decode",
+    ),
+    (
+        f"this fused kernel {_LATER}",
+        "leave it out: the same function runs unfused",
+        "--cross-entropy-loss-fusion --cross-entropy-fusion-impl --fused-residual-rmsnorm "
+        "--use-fused-weighted-squared-relu --masked-softmax-fusion --scaled-masked-softmax-fusion "
+        "--scaled-upper-triang-masked-softmax-fusion --bias-gelu-fusion --bias-dropout-fusion",
+    ),
+    (
+        f"CUDA graphs {_LATER}",
+        "--torch-compile",
+        "--enable-cuda-graph --external-cuda-graph --cuda-graph-* --decode-only-cuda-graphs",
+    ),
+    (
+        f"bitwise equality of GPU runs {_LATER}; CPU runs are deterministic",
+        "leave it out",
+        "--deterministic-mode --batch-invariant-*",
+    ),
+    (
+        _NO_NUMBER,
+        "leave it out",
+        "--manual-gc --manual-gc-interval --no-manual-gc-eval --disable-manual-gc-eval "
+        "--train-sync-interval --no-clone-scatter-output-in-embedding "
+        "--disable-clone-scatter-output-in-embedding --no-barrier-with-level-1-timing "
+        "--num-dataset-builder-threads --onnx-safe",
+    ),
+    # the model
+    (
+        f"mixture of experts {_LATER}",
+        "leave it out: a dense model",
+        "--num-experts --moe-* --expert-* --overlap-moe-expert-parallel-comm "
+        "--overlap-dispatch-backward-with-experts-wgrad --ep-overlap-* --use-grouped-gemm-for-dense-mlp "
+        "--use-grouped-gemm-for-shared-expert --save-tokens-per-expert-interval --decoupled-expert-*",
+    ),
+    (
+        f"multi-head latent attention {_LATER}",
+        "--group-query-attention",
+        "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim "
+        "--v-head-dim --rotary-scaling-factor --mscale --mscale-all-dim --cache-mla-latents "
+        "--mla-down-proj-fusion",
+    ),
+    (
+        f"this form of attention {_LATER}",
+        "leave it out; --window-size and --group-query-attention are available",
+        "--softmax-type --attention-output-gate --qk-l2-norm --qk-clip --qk-clip-* "
+        "--window-attn-skip-freq --experimental-attention-variant --dsa-* --no-dsa-* --disable-dsa-* "
+        "--linear-* --no-rope-freq --mrope-section",
+    ),
+    (
+        f"these positions {_LATER}",
+        "--position-embedding-type rope, --use-rope-scaling or --rotary-seq-len-interpolation-factor",
+        "--rope-type --yarn-* --no-yarn-* --relative-attention-*",
+    ),
+    (
+        f"this form of the layer {_LATER}",
+        "leave it out",
+        "--apply-residual-connection-post-layernorm --apply-layernorm-1p --glu-linear-offset "
+        "--activation-func-clamp-value --mtp-* --enable-mhc-connections --mhc-* --use-mup --mup-* "
+        "--heterogeneous-layers-* --num-unique-layers --param-sharing-style",
+    ),
+    (f"this activation {_LATER}", "--swiglu, --squared-relu or --activation gelu", "--quick-geglu"),
+    (
+        "the layers of the model are written in megatron/model",
+        "a model function of your own, given to pretrain(...)",
+        "--spec --enable-experimental",
+    ),
+    (
+        f"this initialisation {_LATER}",
+        "--init-method-std and --embedding-init-method-std",
+        "--init-method-xavier-uniform --no-initialization --data-parallel-random-init",
+    ),
+    (
+        f"state-space and hybrid models: {_SCOPE[3:]}",
+        "leave it out",
+        "--mamba-* --gdp-* --disable-mamba-mem-eff-path --is-hybrid-model --hybrid-*",
+    ),
+    # the optimizer and its schedules
+    (
+        f"this optimizer {_LATER}",
+        "--optimizer adam or sgd",
+        "--muon-* --lion-* --cpu-optimizer --cpu-torch-adam --onebit-*",
+    ),
+    (
+        f"its own learning rate or weight decay for some parameters {_LATER}",
+        "leave it out: biases and norms have no weight decay",
+        "--decoupled-lr --decoupled-min-lr --apply-wd-to-qk-layernorm --no-weight-decay-cond-type "
+        "--freeze-all-layers --head-lr-mult --dump-param-to-param-group-map",
+    ),
+    (
+        f"this batch size schedule {_LATER}",
+        "--rampup-batch-size START INCREMENT SAMPLES with --global-batch-size",
+        "--step-batch-size-schedule --decrease-batch-size-if-needed",
+    ),
+    (
+        f"skipping iterations or changing phases {_LATER}",
+        "leave it out",
+        "--iterations-to-skip --phase-transition-iterations",
+    ),
+    # checkpoints
+    (
+        "checkpoints have one format of this project (safetensors and JSON), which any layout reads",
+        "leave it out",
+        "--ckpt-format --use-dist-ckpt --dist-ckpt-* --ckpt-* --no-ckpt-* --disable-ckpt-* "
+        "--auto-detect-ckpt-format --verify-integrity",
+    ),
+    (
+        f"saving in the background {_LATER}",
+        "leave it out: a save takes the time it takes",
+        "--async-* --use-persistent-ckpt-worker --non-persistent-* --replication --replication-*",
+    ),
+    (
+        f"deleting old checkpoints {_LATER}",
+        "leave it out, and delete them by hand",
+        "--save-retain-interval",
+    ),
+    (
+        "the model is given by flags or --config, and compared with the checkpoint's on a resume",
+        "the same flags as the run that saved it",
+        "--use-checkpoint-args --use-mp-args-from-checkpoint-args "
+        "--no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args",
+    ),
+    (
+        f"this way to load {_LATER}",
+        "--load with --ckpt-step or --finetune",
+        "--pretrained-checkpoint --override-ckpt-iteration --load-main-params-from-ckpt",
+    ),
+    (
+        f"dumps of parameters and gradients {_LATER}",
+        "--log-params-norm",
+        "--save-params-interval --save-wgrads-interval --save-dgrads-interval --save-activations-interval",
+    ),
+    # data and tokenizers
+    (
+        f"this way to name or read corpora {_LATER}",
+        "--data-path, or --train-data-path, --valid-data-path and --test-data-path",
+        "--data-args-path --per-split-data-args-path --per-dataset-sequences-path "
+        "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --object-storage-cache-path "
+        "--enable-msc --data-impl --dataloader-inter-document-masking --allow-ambiguous-pad-tokens "
+        "--sample-rate",
+    ),
+    (
+        "text is tokenized once, beforehand, into .bin/.idx files",
+        "tools/preprocess_data.py, then --data-path PREFIX",
+        "--train-data --valid-data --test-data --input-data-sizes-file --delim --loose-json --text-key "
+        "--presplit-sentences --lazy-loader --use-tfrecords --use-npy-data-loader --resume-dataloader "
+        "--shuffle",
+    ),
+    (f"filling in the middle {_LATER}", "leave it out", "--fim-*"),
+    (
+        f"this tokenizer option {_LATER}",
+        "--tokenizer-type with --tokenizer-model, or --vocab-file and --merge-file",
+        "--tokenizer-metadata --tokenizer-special-tokens --tokenizer-sentencepiece-legacy "
+        "--no-tokenizer-sentencepiece-ignore-extra-whitespaces --legacy-tokenizer "
+        "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces --tokenizer-hf-* --trust-remote-code "
+        "--tiktoken-* --chat-template --use-gigatoken --vocab-extra-ids --tokenizer-model-type "
+        "--cache-dir",
+    ),
+    (
+        "padding of the vocabulary takes no part in the loss, so it need not be turned off",
+        "--make-vocab-size-divisible-by 1, or --padded-vocab-size N",
+        "--no-pad-vocab-size --disable-pad-vocab-size",
+    ),
+    (
+        f"this form of evaluation {_LATER}",
+        "--eval-interval and --eval-iters",
+        "--eval-global-batch-size --eval-micro-batch-size --start-eval-at-iter --full-validation "
+        "--multiple-validation-sets --validation-set-names --test-mode --eval-batch-size "
+        "--eval-seq-length --overlapping-eval",
+    ),
+    # reports and faults
+    (
+        f"this report {_LATER}",
+        "leave it out; --log-json, --tensorboard-dir and --timing-log-level report",
+        "--log-progress --log-memory-to-tensorboard --log-memory-interval --log-device-memory-used "
+        "--log-energy --log-max-attention-logit --logging-level --config-logger-dir --wandb-* --otel-* "
+        "--one-logger-* --app-tag-* --no-log-learnig-rate-to-tensorboard",
+    ),
+    (
+        f"profiling by flag {_LATER}",
+        "--timing-log-level 2",
+        "--profile --profile-* --use-pytorch-profiler --pytorch-profiler-* --record-shapes "
+        "--record-memory-history --memory-snapshot-path --nvtx-ranges",
+    ),
+    (
+        f"watching over faults by flag {_LATER}",
+        "--exit-signal-handler, and a launcher that starts the run again",
+        "--rerun-mode --error-injection-* --check-for-spiky-loss --check-for-large-grads "
+        "--check-weight-hash-across-dp-replicas-interval --gpu-sniff-test-interval "
+        "--result-rejected-tracker-filename --log-straggler --straggler-* --disable-straggler-on-startup "
+        "--run-workload-inspector-server --inprocess-* --enable-ft-package --calc-ft-timeouts "
+        "--ft-num-warmup-iters --fault-injector-* --adlr-autoresume --adlr-autoresume-interval "
+        "--exit-signal-handler-for-dataloader --exit-signal-handler-for-training",
+    ),
+    (
+        "one YAML file holds any flags",
+        "--config FILE",
+        "--yaml-cfg",
+    ),
+    # other programs
+    (
+        f"BERT {_LATER}",
+        "leave it out",
+        "--bert-* --mask-prob --short-seq-prob --max-preds-per-seq --output-bert-embeddings "
+        "--eval-max-preds-per-seq --pretrained-bert",
+    ),
+    (
+        f"reinforcement learning and fine-tuning on conversations: {_SCOPE[3:]}",
+        "leave it out",
+        "--perform-rl-step --rl-* --grpo-* --langrl-env-config --refit-method --sft --sft-*",
+    ),
+    (
+        f"serving a model: {_SCOPE[3:]}",
+        "tools/generate_text.py",
+        "--inference-* --max-tokens-to-oom --use-legacy-static-engine --enable-chunked-prefill "
+        "--num-speculative-tokens --use-same-sampling-seed-across-dp-ranks --nccl-all-reduce-for-prefill",
+    ),
+    (f"distillation: {_SCOPE[3:]}", "leave it out", "--logits-*"),
+    (
+        f"retrieval: {_SCOPE[3:]}",
+        "leave it out",
+        "--ict-* --biencoder-* --retriever-* --retro-* --titles-data-path --query-in-block-prob "
+        "--use-one-sent-docs --evidence-data-path --block-data-path --embedding-path --indexer-*",
+    ),
+    (
+        f"vision: {_SCOPE[3:]}",
+        "leave it out",
+        "--num-classes --img-h --img-w --num-channels --patch-dim --classes-fraction "
+        "--data-per-class-fraction --no-data-sharding --vision-* --swin-* --mask-type --mask-factor "
+        "--iter-per-epoch --dino-*",
+    ),
+    # forks, each with the flag that says the same here
+    (_FORK, "--num-query-groups with --group-query-attention", "--num-key-value-heads"),
+    (
+        _FORK,
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER",
+        "--tokenizer-name-or-path --tokenizer-file --tokenizer-padding-side --special-tokens-file",
+    ),
+    (_FORK, "--rotary-base", "--rotary-position-embeddings-theta"),
+    (_FORK, "--rotary-percent", "--partial-rotary-factor"),
+    (_FORK, "--normalization RMSNorm", "--use-fused-rmsnorm --no-fused-rmsnorm"),
+    (_FORK, "--swiglu", "--use-fused-swiglu --glu-activation"),
+    (_FORK, "--position-embedding-type rope", "--use-fused-rotary-pos-emb"),
+    (_FORK, "the tanh GELU is the default", "--gelu-tanh"),
+    (
+        _FORK,
+        "--use-rope-scaling, or --rotary-seq-len-interpolation-factor",
+        "--rope-scaling-* --beta-fast --beta-slow --low-freq-factor --high-freq-factor "
+        "--original-max-position-embeddings --dynamic-factor --long-factor --short-factor --long-mscale "
+        "--short-mscale --longrope-freqs-type --use-glm-rope",
+    ),
+    (_FORK, "--padded-vocab-size", "--pad-vocab-size-to --extra-vocab-size"),
+    (_FORK, "--add-qkv-bias", "--add-qkv-bias-linear"),
+    (_FORK, "--pipeline-model-parallel-size", "--pipe-parallel-size --no-pipeline-parallel"),
+    (
+        _FORK,
+        "--pipeline-model-parallel-layout",
+        "--num-layer-list --pp-partition-method --noop-layers --allow-padding-num-layers",
+    ),
+    (
+        _FORK,
+        "--torch-compile",
+        "--use-torch-compile --jit-compile --use-torch-compiled-autograd "
+        "--compiled-autograd-fallback-mode",
+    ),
+    (
+        _FORK,
+        "--train-samples, --lr-decay-samples and --lr-warmup-samples",
+        "--train-tokens --lr-decay-tokens --lr-warmup-tokens",
+    ),
+    (_FORK, "--data-path", "--dataset --*-weighted-split-paths --*-weighted-split-paths-path"),
+    (_FORK, "torchrun or Slurm start the processes", "--rank --dist-url --use-mpi"),
+    (
+        f"{_FORK}: DeepSpeed has its own engine and its own parallelism",
+        "the flags of Megatron-LM",
+        "--deepspeed --deepspeed-* --zero-* --ds-* --universal-checkpoint --partition-activations "
+        "--checkpoint-in-cpu --contigious-checkpointing --synchronize-each-layer --create-moe-param-group "
+        "--gas --topk --kd --kd-* --*-teacher --load-state --reset-iteration --no-load-lr-state "
+        "--no-scaled-init --log-optimizer-states-to-tensorboard --offload-continuous-buffers --ln-fp16 "
+        "--embed-layernorm --disable-moe-token-dropping --use-tutel --num-microbatches-in-minibatch",
+    ),
+    (
+        _FORK,
+        "leave it out",
+        "--abort-on-unmet-fused-kernel-constraints --add-dense-bias --add-output-layer-bias "
+        "--add-rmsnorm-offset --ai-framework --apply-sft-dataset-separated-loss-mask-if-existed "
+        "--attention-head-type --attention-mask-type --bridge-* --coc-fused-kernel --codecarbon-dir "
+        "--context-parallel-algo --dim-model-base --disable-gloo-group --do-layernorm-bias-weight-decay "
+        "--embedding-multiplier-scale --enable-hbmfault-repair --enable-hf2mg-convert "
+        "--enable-high-availability --enable-mla-absorb --enable-mla-scale-kv-lora "
+        "--enable-mla-scale-q-lora --enable-recompute-layers-per-pp-rank --enable-zb-runtime "
+        "--enable-zbh1-exact-semantics --enable-zbh1-pipeline --enable-profiling --enable-dsa-indexer "
+        "--experiment-* --fill-neg-inf --first-k-dense-replace --fix-router --fix-sub-seq-length "
+        "--full-attention-interval --gemm-gradient-accumulation-fusion --handler-name --hccl-op-mode "
+        "--hidden-dim-multiplier --index-topk --indexer-loss-coeff --init-norm-weight-in-fp32 "
+        "--input-embeds-norm --input-jitter --interleave-* --kill-switch-path "
+        "--kv-head-repeat-before-uly-alltoall --log-level --log-level-replica --max-padding-length "
+        "--measure-activation-memory --mla-fa-without-pad --mla-mm-split --model-type-hf "
+        "--multi-head-latent-attention --multiple-of --n-shared-experts --no-enable-linear-qkv "
+        "--no-pre-communication-optimization --no-seq-len-plus-one-tokens --no-shared-fs "
+        "--no-shared-storage --norm-init-weight --norm-topk-prob --num-zero-experts "
+        "--output-layer-slice-num --output-logit-softcapping --output-multiplier-scale "
+        "--overlap-ep-comm-with-split-attn --patch-tokenizer-type --post-norm --profiling-out-folder "
+        "--qk-nope-head-dim --qk-rope-head-dim --query-pre-attn-scalar --rampup-save-interval "
+        "--reuse-fp32-param --rmsnorm-weight-in-fp32 --routed-scaling-factor --scale-depth --scale-emb "
+        "--seq-aux --shape-order --shared-expert-gate --skip-bias-add --square-alibi-mask "
+        "--structured-logs --structured-logs-dir --swap-attention --swap-optimizer "
+        "--sync-tp-duplicated-parameters --task --topk-group --topk-softmax-in-fp32 --tp-2d --tp-x --tp-y "
+        "--train-mode --trigger-path --ulysses-degree-in-cp --use-ascend-* --use-bridge "
+        "--use-cp-send-recv-overlap --use-deter-comp --use-flash-attn-* --use-fused-* --use-intra-ep "
+        "--use-mc2 --use-packed-seq-params --use-quantize-comm --use-sparse-flash-attn --use-triton-gdn "
+        "--valid-num-workers --variable-seq-lengths --verify-checkpoint --verify-checkpoint-model-type",
+    ),
+)
+
+# Megatron-LM's GELU is the tanh form fused with the bias, and the exact one when the fusion is turned off:
+# there the flag picks the function. It has no say when the activation is given in another way.
+FUSION_FLAG = "--no-bias-gelu-fusion"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownFlag:
+    """A Megatron-LM flag that is no option here.
+
+    name: as in the table, maybe a family. values: those that are already so here; None for any, () for none.
+    """
+
+    name: str
+    values: tuple[str, ...] | None
+    already: str = ""
+    reason: str = ""
+    instead: str = ""
+
+    def already_so(self, words: list[str]) -> bool:
+        """Whether the flag with these words asks for nothing but what is so."""
+        if not self.already:
+            return False
+        return self.values is None or " ".join(words) in self.values
+
+
+def known_flag(name: str) -> KnownFlag | None:
+    """What is known of a flag that is no option here; name with dashes."""
+    table = _table()
+    if name in table:
+        return table[name]
+    for start, flag in _families():
+        if name.startswith(start):
+            return flag
+    for end, flag in _endings():
+        if name.endswith(end):
+            return flag
+    return None
+
+
+def known_names() -> Iterator[str]:
+    """The names of the table, families aside."""
+    return (name for name in _table() if "*" not in name)
+
+
+@functools.cache
+def _table() -> Mapping[str, KnownFlag]:
+    table: dict[str, KnownFlag] = {}
+    for reason, instead, names in _REFUSED:
+        for name in names.split():
+            table[name] = KnownFlag(name=name, values=(), reason=reason, instead=instead)
+    for already, names in _ALREADY_SO:
+        for word in names.split():
+            name, has_values, values = word.partition("=")
+            accepted = None if values == "*" else tuple(values.split("|")) if has_values else ("",)
+            before = table.get(name)
+            table[name] = KnownFlag(
+                name=name,
+                values=accepted if before is None or not before.already else _joined(before.values, accepted),
+                already=already,
+                reason=before.reason if before else "",
+                instead=before.instead if before else "",
+            )
+    return table
+
+
+def _joined(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    return None if one is None or other is None else one + other
+
+
+@functools.cache
+def _families() -> tuple[tuple[str, KnownFlag], ...]:
+    """Beginnings of names, the longest first."""
+    starts = ((name.removesuffix("*"), flag) for name, flag in _table().items() if name.endswith("*"))
+    return tuple(sorted(starts, key=lambda item: -len(item[0])))
+
+
+@functools.cache
+def _endings() -> tuple[tuple[str, KnownFlag], ...]:
+    return tuple((name[3:], flag) for name, flag in _table().items() if name.startswith("--*"))
