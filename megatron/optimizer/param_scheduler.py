@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import DecayStyle, OptimizerConfig
 
-DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 OnLoad = Literal["check", "override", "use_checkpoint"]
@@ -267,7 +266,6 @@ def build_param_scheduler(
     Megatron-LM.
     """
     assert (train_iters is None) != (train_samples is None), "give train_iters or train_samples"
-    assert config.lr is not None, "the configuration was not validated: no --lr"
     warmup: float
     wsd: int | None
     if train_iters is not None:

@@ -9,7 +9,7 @@ from megatron.optimizer.update_rule import FlatStep
 
 @dataclass(frozen=True, kw_only=True)
 class SGD:
-    """g += decay·p; m = momentum·m + g; p -= lr·m, with the decay in the gradient as `torch.optim.SGD` has it."""
+    """g += decay·p; m = momentum·m + g; p -= lr·m, the decay in the gradient as in `torch.optim.SGD`."""
 
     momentum: float = 0.9
 

@@ -90,10 +90,7 @@ def check_gradients_are_finite(chunks: Sequence[DistributedDataParallel], *, ran
     ]
     if names:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        raise NonFiniteGradientError(
-            f"rank {rank}: the gradients of {len(names)} parameters are not finite before any reduction: "
-            f"{shown}"
-        )
+        raise NonFiniteGradientError(f"rank {rank}: gradients are not finite before any reduction: {shown}")
 
 
 def _all_reduce_coalesced_(gradients: Sequence[Tensor], group: CommGroup) -> None:

@@ -1,4 +1,4 @@
-"""Runs of a split parameter that several tensor-parallel ranks hold: where they are, to sum their gradients."""
+"""Runs of a split parameter that several tensor-parallel ranks hold: where they lie, to sum gradients."""
 
 from __future__ import annotations
 

@@ -1,0 +1,63 @@
+"""The loss scale, value for value with Megatron-LM's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+
+CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "tables" / "loss_scaler.json").read_text())
+
+
+def scaler_of(arguments: dict[str, Any]) -> DynamicGradScaler:
+    return DynamicGradScaler(**{**arguments, "growth_interval": int(arguments["growth_interval"])})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"hysteresis{case['arguments']['hysteresis']}")
+def test_scale_and_trackers_over_a_script_of_overflows(case: dict[str, Any]) -> None:
+    scaler = scaler_of(case["arguments"])
+    assert case["columns"] == [
+        "found_inf",
+        "scale_used",
+        "scale_after",
+        "growth_tracker",
+        "hysteresis_tracker",
+    ]
+    for found_inf, used, after, growth, hysteresis in case["rows"]:
+        assert scaler.scale == used
+        scaler.update(bool(found_inf))
+        assert (scaler.scale, scaler.growth_tracker, scaler.hysteresis_tracker) == (after, growth, hysteresis)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"hysteresis{case['arguments']['hysteresis']}")
+def test_a_resume_at_any_step_continues_the_script(case: dict[str, Any]) -> None:
+    scaler = scaler_of(case["arguments"])
+    for found_inf, used, *_ in case["rows"]:
+        resumed = scaler_of(case["arguments"])
+        resumed.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
+        assert resumed.scale == used
+        assert resumed.state_dict() == scaler.state_dict()
+        scaler = resumed
+        scaler.update(bool(found_inf))
+
+
+def test_a_fixed_scale_stays() -> None:
+    scaler = ConstantGradScaler(4096.0)
+    scaler.update(found_inf=True)
+    assert scaler.scale == 4096.0
+
+
+@pytest.mark.parametrize(
+    "change", [{"min_scale": 0.0}, {"min_scale": 1e30}, {"growth_interval": 0}, {"hysteresis": 0}]
+)
+def test_impossible_settings_are_refused_by_flag(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="--"):
+        DynamicGradScaler(
+            **{"initial_scale": 2.0**16, "min_scale": 1.0, "growth_interval": 5, "hysteresis": 2, **change}
+        )
+    with pytest.raises(ValueError, match="--loss-scale 0"):
+        ConstantGradScaler(0.0)

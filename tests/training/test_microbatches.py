@@ -1,0 +1,87 @@
+"""The global batch size as a function of consumed samples, value for value with Megatron-LM's ramp-up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.microbatches import BatchSizeSchedule
+
+CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "tables" / "batch_size_rampup.json").read_text())
+
+
+def schedule_of(case: dict[str, Any]) -> BatchSizeSchedule:
+    return BatchSizeSchedule(
+        global_batch_size=case["global_batch_size"],
+        micro_batch_size=case["micro_batch_size"],
+        data_parallel_size=case["data_parallel_size"],
+        decrease_batch_size_if_needed=case["decrease_batch_size_if_needed"],
+        rampup=(case["start_global_batch_size"], case["batch_size_increment"], case["rampup_samples"]),
+    )
+
+
+RAMPS = [case for case in CASES if "error" not in case]
+
+
+@pytest.mark.parametrize("case", RAMPS, ids=lambda case: f"to{case['global_batch_size']}")
+def test_each_iteration_of_a_ramp(case: dict[str, Any]) -> None:
+    schedule = schedule_of(case)
+    expected_samples = 0
+    for iteration, consumed, size, running, num_microbatches in case["rows"]:
+        batch = schedule.at(consumed)
+        assert consumed == expected_samples
+        assert (batch.global_batch_size, batch.running_global_batch_size, batch.num_microbatches) == (
+            size, running, num_microbatches,
+        )  # fmt: skip
+        assert schedule.samples_after(iteration) == consumed
+        assert schedule.iterations_for(consumed) == iteration
+        assert iteration == 0 or schedule.iterations_for(consumed - 1) == iteration - 1
+        expected_samples += running
+
+
+def test_a_ramp_that_starts_at_its_end_is_refused() -> None:
+    """Megatron-LM divides by zero."""
+    (case,) = (case for case in CASES if "error" in case)
+    with pytest.raises(ValueError, match=r"--rampup-batch-size 32 4 100.*less than --global-batch-size 32"):
+        schedule_of(case)
+
+
+@pytest.mark.parametrize(
+    "consumed, size", [(0, 16), (2380, 16), (2381, 24), (10000, 48), (300000, 1024), (300001, 1024)]
+)
+def test_the_ramp_of_gpt_3_era_scripts(consumed: int, size: int) -> None:
+    schedule = BatchSizeSchedule(
+        global_batch_size=1024, micro_batch_size=2, data_parallel_size=4, rampup=(16, 8, 300000)
+    )
+    assert schedule.at(consumed).global_batch_size == size
+    assert schedule.at(consumed).num_microbatches == size // 8
+
+
+def test_a_constant_size() -> None:
+    schedule = BatchSizeSchedule(global_batch_size=24, micro_batch_size=2, data_parallel_size=3)
+    assert schedule.at(0) == schedule.at(10**9)
+    assert schedule.at(0).num_microbatches == 4
+    assert schedule.samples_after(7) == 168
+    assert schedule.iterations_for(191) == 7
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"global_batch_size": 25}, "--global-batch-size 25: .*2 × 3 = 6.*24 or 30"),
+        ({"global_batch_size": 4}, "nearest that works: 6"),
+        ({"rampup": (6, 7, 100)}, "must divide the growth from 6 .* 18; 6 and 9 do"),
+        ({"rampup": (8, 4, 100)}, "first size 8: .*6 or 12"),
+        ({"rampup": (12, 3, 100)}, "so must the increment 3"),
+        ({"rampup": (0, 6, 100)}, "at least 1"),
+        ({"micro_batch_size": 0}, "--micro-batch-size 0"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_with_what_works(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BatchSizeSchedule(
+            **{"global_batch_size": 24, "micro_batch_size": 2, "data_parallel_size": 3, **values}
+        )
