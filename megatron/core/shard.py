@@ -13,9 +13,9 @@ from megatron.core.comm_group import CommGroup
 
 @dataclass(frozen=True, kw_only=True)
 class Init:
-    """How a parameter gets its first values: drawn with a standard deviation, or constant."""
+    """How a parameter gets its first values: drawn with a standard deviation, constant, or given by its constructor."""
 
-    kind: Literal["normal", "constant"]
+    kind: Literal["normal", "constant", "given"]
     std: float = 0.0
     value: float = 0.0
 
@@ -30,6 +30,10 @@ class Init:
     @classmethod
     def ones(cls) -> Init:
         return cls(kind="constant", value=1.0)
+
+    @classmethod
+    def given(cls) -> Init:
+        return cls(kind="given")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,11 @@ class NamedTensor:
     key: str
     tensor: Tensor
     shard: Shard
+
+
+def has_shard(parameter: Tensor) -> bool:
+    """Whether the parameter belongs to one of our layers; a plain torch layer gives its own no record."""
+    return "shard" in vars(parameter)
 
 
 def shard_of(parameter: Tensor) -> Shard:

@@ -1,0 +1,52 @@
+# Two commands do all set-up on a fresh machine: `make quickstart` and `make test`.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Build dependencies are pinned too: pip applies this file inside the isolated build.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
+
+setup: $(STAMP)  ## create .venv and install the project with its development tools
+
+$(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "$(PYTHON) is Python %d.%d; Python 3.11 to 3.13 is needed: make PYTHON=python3.12 …" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+quickstart: $(STAMP)  ## corpus, tokenizer, training over two ranks, resume on another layout, sample
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/quickstart.sh
+
+test: $(STAMP)  ## run the tests: a pairwise cover of the layouts
+	$(BIN)/python -m pytest -m "not full and not gpu"
+
+test-full: $(STAMP)  ## run all tests: the whole product of layouts, kills and reshards
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(STAMP)  ## ruff, mypy --strict and the import contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PYTHONPATH=. $(BIN)/lint-imports
+
+bench: $(STAMP)  ## measure against the alternatives, side by side
+	$(BIN)/python tools/benchmark/pretrain_vs_plain_loop.py
+
+kernels: $(STAMP)  ## rebuild the compiled extension after a change in csrc/
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+
+docs: $(STAMP)  ## check that every command and flag in the documents is right
+	$(BIN)/python -m pytest tests/docs
+
+clean:  ## remove what was built; .venv and quickstart/ stay
+	rm -rf build dist megatron/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+.PHONY: help setup quickstart test test-full lint bench kernels docs clean

@@ -1,0 +1,42 @@
+"""Which device and communication backend a process uses."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+Backend = Literal["nccl", "gloo"]
+
+
+def choose_backend(requested: Backend | None) -> Backend:
+    """NCCL where there is a GPU and gloo elsewhere, unless one is asked for.
+
+    Raises:
+        ValueError: NCCL is asked for and there is no GPU.
+    """
+    if requested is None:
+        return "nccl" if torch.cuda.is_available() else "gloo"
+    if requested == "nccl" and not torch.cuda.is_available():
+        raise ValueError(
+            "--distributed-backend nccl needs a GPU and none is visible here; use --distributed-backend gloo, or leave "
+            "the flag out: gloo is taken on CPUs and nccl on GPUs"
+        )
+    return requested
+
+
+def choose_device(backend: Backend, local_rank: int) -> torch.device:
+    """The GPU with the number of the local rank, or the CPU under gloo.
+
+    Raises:
+        ValueError: the node has fewer GPUs than ranks.
+    """
+    if backend == "gloo":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: {count} GPU(s) are visible on this node; "
+            f"start at most {count} processes per node (torchrun --nproc-per-node {count})"
+        )
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,118 @@
+"""What a run keeps in a checkpoint, and how it takes it back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing import (
+    Checkpoint,
+    CheckpointError,
+    NoCheckpointError,
+    load_checkpoint,
+    save_checkpoint,
+)
+from megatron.config.megatron_config import MegatronConfig, difference
+from megatron.core.parallel_state import ParallelState
+from megatron.core.shard import NamedTensor, shard_of
+from megatron.training.progress import Progress
+from megatron.training.run import Run
+
+
+def _model_tensors(run: Run) -> Iterator[NamedTensor]:
+    for chunk in run.chunks:
+        for parameter in chunk.module.parameters():
+            shard = shard_of(parameter)
+            yield NamedTensor(key=f"model.{shard.name}", tensor=parameter.data, shard=shard)
+
+
+def save_run(run: Run, folder: Path) -> None:
+    """Write a checkpoint of the present iteration; a collective."""
+    start = time.perf_counter()
+    config, state = run.config, run.state
+    tensors = list(_model_tensors(run))
+    metadata: dict[str, Any] = {"config": config.to_dict(), "progress": run.progress.state_dict()}
+    if config.checkpoint.save_optim:
+        tensors += run.optimizer.named_state()
+        metadata["optimizer"] = run.optimizer.state_dict()
+        metadata["scheduler"] = run.scheduler.state_dict()
+    iteration = run.progress.iteration
+    save_checkpoint(
+        folder,
+        iteration,
+        tensors,
+        metadata,
+        rank=state.rank,
+        world=state.world,
+        writes=state.data_context.is_first,
+    )
+    run.print(
+        f"  [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] successfully saved checkpoint from iteration {iteration:7d} to "
+        f"{folder} [ t 1/{state.tensor.size}, p 1/{state.pipeline.size} ] in {time.perf_counter() - start:.1f} s"
+    )
+
+
+def open_checkpoint(config: MegatronConfig, state: ParallelState) -> Checkpoint | None:
+    """The checkpoint that `--load` and `--ckpt-step` name, None when none is asked for; a collective.
+
+    What differs from the configuration that it was saved with is printed.
+
+    Raises:
+        CheckpointError: there is none (and no `--load-if-exists`), it is damaged, or the model, or on a resume the data,
+            differs from the one that it was saved with.
+    """
+    wanted = config.checkpoint
+    if wanted.load is None:
+        return None
+    try:
+        checkpoint = load_checkpoint(wanted.load, step=wanted.ckpt_step, world=state.world)
+    except NoCheckpointError:
+        if wanted.load_if_exists:
+            return None
+        raise
+    changes = difference(MegatronConfig.from_dict(checkpoint.metadata["config"]), config)
+    refused = {"model"} if wanted.finetune else {"model", "data"}
+    if state.rank == 0 and changes:
+        lines = [f"  {change}" for change in changes]
+        print("\n".join([f"configuration that differs from {checkpoint.folder}:", *lines]), flush=True)
+    wrong = [f"  {change} changes the {change.affects}" for change in changes if change.affects in refused]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.folder} can not be resumed with another model or other data:\n"
+            + "\n".join(wrong)
+            + "\nGive the saved values; --finetune takes only the weights and allows other data"
+        )
+    return checkpoint
+
+
+def progress_of(checkpoint: Checkpoint | None, config: MegatronConfig) -> Progress:
+    """Where the run stands: that of the checkpoint, or the start of a new run."""
+    if checkpoint is None or config.checkpoint.finetune:
+        return Progress()
+    return Progress.from_state_dict(checkpoint.metadata["progress"])
+
+
+def load_run(run: Run, checkpoint: Checkpoint) -> None:
+    """Fill the run's weights, and unless told otherwise its optimizer and schedule, from a checkpoint; a collective."""
+    start = time.perf_counter()
+    wanted = run.config.checkpoint
+    tensors = list(_model_tensors(run))
+    with_optimizer = wanted.load_optim and not wanted.finetune
+    if with_optimizer and "optimizer" in checkpoint.metadata:
+        tensors += run.optimizer.named_state()
+    summary = checkpoint.load_into(
+        tensors, world=run.state.world, ignore=() if with_optimizer else ("optimizer.",)
+    )
+    if with_optimizer and "optimizer" in checkpoint.metadata:
+        run.optimizer.load_state_dict(checkpoint.metadata["optimizer"])
+        run.scheduler.load_state_dict(checkpoint.metadata["scheduler"])
+    run.optimizer.after_load(main_params_loaded=with_optimizer)
+    for cast in summary.casts:
+        run.print(f"  {cast}")
+    run.print(
+        f"  successfully loaded checkpoint from {checkpoint.folder} at iteration {checkpoint.iteration} in "
+        f"{time.perf_counter() - start:.1f} s"
+    )

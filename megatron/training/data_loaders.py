@@ -1,0 +1,164 @@
+"""The data of a run: how many samples it needs, and the loaders of this data-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.data.batches import GPTCollator
+from megatron.data.build import build_gpt_datasets
+from megatron.data.loader import MicrobatchLoader
+from megatron.data.sample_dataset import SampleDataset
+from megatron.data.samplers import CyclicOrder, SampleOrder, SequentialOrder
+from megatron.training.initialize import MegatronContext
+from megatron.training.microbatches import BatchSizeSchedule
+from megatron.training.progress import Progress
+from megatron.training.run import Batch, Loader, Loaders
+from megatron.training.setup import Vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCounts:
+    """Samples that a run will read.
+
+    Attributes:
+        train: the number asked for at the start, and one more for each resume that asked for more. The order of the data
+            depends on these numbers, as in Megatron-LM, so they are kept in checkpoints.
+        valid, test: 0 when nothing is evaluated.
+    """
+
+    train: Sequence[int]
+    valid: int
+    test: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datasets:
+    """Numbered samples of each split, and what makes a batch of some of them.
+
+    Attributes:
+        train, valid, test: anything with `len` and `[number]`; None where there is no data by choice.
+        collate: (samples, their positions in the order of the run) -> a micro-batch.
+    """
+
+    train: SampleDataset
+    valid: SampleDataset | None
+    test: SampleDataset | None
+    collate: Callable[[Sequence[Any], Sequence[int]], Batch]
+
+
+DatasetsProvider = Callable[[MegatronContext, Vocabulary, SampleCounts], Datasets]
+
+
+def gpt_datasets(context: MegatronContext, vocabulary: Vocabulary, counts: SampleCounts) -> Datasets:
+    """The datasets provider of `pretrain_gpt.py`."""
+    data, tokenizer = context.config.data, vocabulary.tokenizer
+    own_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    train, valid, test = build_gpt_datasets(
+        num_samples=(counts.train, counts.valid, counts.test),
+        seq_length=data.seq_length,
+        seed=context.config.training.seed,
+        vocab_size=vocabulary.size,
+        eod=tokenizer.eod,
+        data_path=data.data_path,
+        train_data_path=data.train_data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+        split=None if any(own_paths) else data.split,
+        mock_data=data.mock_data,
+        data_cache_path=data.data_cache_path,
+        mid_level_dataset_surplus=data.mid_level_dataset_surplus,
+        mmap_bin_files=data.mmap_bin_files,
+    )
+    if train is None:
+        raise ValueError("there is no training data: give --data-path with a --split, or --train-data-path")
+    return Datasets(
+        train=train,
+        valid=valid,
+        test=test,
+        collate=GPTCollator(
+            seq_length=data.seq_length,
+            eod=tokenizer.eod,
+            pad=tokenizer.pad,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """A loader as the loop knows it."""
+
+    loader: MicrobatchLoader[Batch]
+
+    def step(self, consumed: int, num_microbatches: int) -> Sequence[Batch]:
+        return self.loader.microbatches(consumed, num_microbatches)
+
+
+def sample_counts(
+    context: MegatronContext, *, batch_sizes: BatchSizeSchedule, train_iters: int, progress: Progress
+) -> SampleCounts:
+    """Megatron-LM's numbers of samples. Those of the training data go on from the blocks in `progress`."""
+    training = context.config.training
+    batch = batch_sizes.global_batch_size
+    wanted = training.train_samples or batch_sizes.samples_after(train_iters)
+    have = sum(progress.train_blocks)
+    train = [*progress.train_blocks] + ([wanted - have] if wanted > have else [])
+    rounds = train_iters // training.eval_interval + 1 if training.eval_interval is not None else 1
+    evaluated = max(training.eval_iters, 0) * batch
+    return SampleCounts(train=train, valid=rounds * evaluated, test=evaluated)
+
+
+def build_loaders(
+    context: MegatronContext,
+    vocabulary: Vocabulary,
+    provider: DatasetsProvider,
+    *,
+    batch_sizes: BatchSizeSchedule,
+    train_iters: int,
+    progress: Progress,
+) -> Loaders:
+    """Loaders of this rank. Each tensor- and pipeline-parallel rank reads the samples of its replica itself: they come
+    from mapped files that the ranks of a node share, and no rank waits for another one's data."""
+    config, state = context.config, context.state
+    counts = sample_counts(context, batch_sizes=batch_sizes, train_iters=train_iters, progress=progress)
+    if len(counts.train) > len(progress.train_blocks) > 0 and state.rank == 0:
+        print(
+            f"training data: {counts.train[-1]} more samples are appended to the {sum(counts.train[:-1])} of before, whose "
+            f"order stays",
+            flush=True,
+        )
+    progress.train_blocks = list(counts.train)
+    datasets = provider(context, vocabulary, counts)
+
+    def reader(dataset: SampleDataset, order: SampleOrder) -> Loader:
+        return _Reader(
+            MicrobatchLoader(
+                dataset,
+                order=order,
+                collate=datasets.collate,
+                micro_batch_size=config.training.micro_batch_size,
+                dp_rank=state.data.rank,
+                dp_size=state.data.size,
+                num_workers=config.data.num_workers,
+            )
+        )
+
+    def evaluation(dataset: SampleDataset | None, samples: int, name: str) -> Loader | None:
+        if dataset is None or samples == 0:
+            return None
+        return reader(dataset, SequentialOrder(len(dataset), wrap=True, name=name))
+
+    train_order: SampleOrder
+    if config.data.dataloader_type == "cyclic":
+        train_order = CyclicOrder(len(datasets.train), seed=config.training.seed)
+    else:
+        train_order = SequentialOrder(len(datasets.train))
+    return Loaders(
+        train=reader(datasets.train, train_order),
+        valid=evaluation(datasets.valid, counts.valid, "validation"),
+        test=evaluation(datasets.test, counts.test, "test"),
+    )

@@ -1,0 +1,287 @@
+"""What happens around the iterations: logging, evaluation, exits, saving. The loop knows none of them by name."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from math import exp
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+import torch
+from torch.utils.tensorboard.writer import SummaryWriter
+
+from megatron.config.logging import LoggingConfig
+from megatron.core.collectives import all_reduce_
+from megatron.training.checkpoints import save_run
+from megatron.training.metrics import Interval, StepReport, log_line
+from megatron.training.run import Run
+from megatron.training.timers import format_timers
+from megatron.training.train_step import evaluate
+
+
+class Hook:
+    """Called on each rank. A hook that communicates must do so on all ranks in the same iteration."""
+
+    def on_start(self, run: Run) -> None:
+        """Before the first iteration."""
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        """After each iteration."""
+
+    def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
+        """After an evaluation on "validation" or "test" data; the losses are known on ranks with the output."""
+
+    def on_end(self, run: Run) -> None:
+        """After the last iteration of this process: the run is complete, or it was asked to stop."""
+
+
+class LogLine(Hook):
+    """Megatron-LM's line every `--log-interval` iterations and after the first one, with the timers' table."""
+
+    def __init__(self, config: LoggingConfig) -> None:
+        self._config = config
+        self._interval = Interval()
+        self._seconds_per_sample = 0.0
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        self._interval.add(report)
+        first = len(self._interval.reports) == 1 and not self._seconds_per_sample
+        if report.iteration % self._config.log_interval != 0 and not first:
+            return
+        interval = self._interval
+        samples = sum(each.global_batch_size for each in interval.reports)
+        self._seconds_per_sample = interval.seconds / samples
+        left = (run.train_iters - report.iteration) * report.global_batch_size * self._seconds_per_sample
+        speed = None
+        if self._config.log_throughput:
+            speed = run.flops_per_sample * samples / (interval.seconds * 1e12 * run.state.world.size)
+        run.print(
+            log_line(
+                interval,
+                train_iters=run.train_iters,
+                now=datetime.now(),
+                tflops_per_second=speed,
+                remaining=left,
+            )
+        )
+        if self._config.timing_log_level > 0:
+            times = run.timers.over_ranks(run.state.world, iterations=len(interval.reports))
+            run.print(format_timers(times, self._config.timing_log_option))
+        interval.clear()
+
+    def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
+        title = f" {split} loss at iteration {run.progress.iteration} | "
+        parts = [f"{name} value: {loss:.6E} | {name} PPL: {exp(min(20.0, loss)):.6E}" for name, loss in losses.items()]
+        line = title + " | ".join(parts) + " | "
+        rule = "-" * len(line)
+        run.print(f"{rule}\n{line}\n{rule}")
+
+
+class MemoryReport(Hook):
+    """Device memory after the first two iterations, when all lasting tensors exist. Nothing on a CPU."""
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if run.device.type != "cuda" or report.iteration > 2 or not run.state.data.is_first:
+            return
+        memory = torch.cuda.memory_stats(run.device)
+        values = {
+            "allocated": memory["allocated_bytes.all.current"],
+            "max allocated": memory["allocated_bytes.all.peak"],
+            "reserved": memory["reserved_bytes.all.current"],
+            "max reserved": memory["reserved_bytes.all.peak"],
+        }
+        text = " | ".join(f"{name}: {value / 2**20:.1f}" for name, value in values.items())
+        print(f"[Rank {run.state.rank}] (after {report.iteration} iterations) memory (MB) | {text}", flush=True)
+
+
+class JsonLog(Hook):
+    """One JSON object a line for each iteration and evaluation, with full precision (`--log-json`)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def on_start(self, run: Run) -> None:
+        if run.logs:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        self._write(report.as_json())
+
+    def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
+        named = {f"{name} {split}": loss for name, loss in losses.items()}
+        self._write({"iteration": run.progress.iteration, **named})
+
+    def _write(self, row: Mapping[str, object]) -> None:
+        if self._file is not None:
+            print(json.dumps(row), file=self._file, flush=True)
+
+    def on_end(self, run: Run) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class TensorBoard(Hook):
+    """Scalars under Megatron-LM's tags, each also against the number of samples."""
+
+    def __init__(self, config: LoggingConfig) -> None:
+        self._config = config
+        self._writer: SummaryWriter | None = None
+
+    def on_start(self, run: Run) -> None:
+        if run.logs:
+            assert self._config.tensorboard_dir is not None
+            # What a killed run has written past its last checkpoint is hidden, so that each step shows once.
+            self._writer = SummaryWriter(
+                self._config.tensorboard_dir,
+                max_queue=self._config.tensorboard_queue_size,
+                purge_step=run.progress.iteration + 1,
+            )
+            self._writer.add_text("config", f"```\n{run.config.to_json()}\n```", run.progress.iteration)
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if self._writer is None or report.iteration % self._config.tensorboard_log_interval != 0:
+            return
+        self._scalar("learning-rate", report.next_learning_rate, report.iteration, report.consumed_samples)
+        self._scalar("batch-size", report.global_batch_size, report.iteration, report.consumed_samples)
+        for name, loss in report.losses.items():
+            self._scalar(name, loss, report.iteration, report.consumed_samples)
+        self._scalar("grad-norm", report.grad_norm, report.iteration, report.consumed_samples)
+        if self._config.log_loss_scale_to_tensorboard:
+            self._scalar("loss-scale", report.loss_scale, report.iteration, report.consumed_samples)
+        if self._config.log_world_size_to_tensorboard:
+            self._scalar("world-size", run.state.world.size, report.iteration, report.consumed_samples)
+        if report.num_zeros is not None:
+            self._scalar("num-zeros", report.num_zeros, report.iteration, report.consumed_samples)
+        if report.params_norm is not None:
+            self._scalar("params-norm", report.params_norm, report.iteration, report.consumed_samples)
+        self._writer.add_scalar("iteration-time", report.seconds, report.iteration)
+
+    def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
+        if self._writer is None or split != "validation":
+            return
+        iteration, samples = run.progress.iteration, run.progress.consumed_train_samples
+        for name, loss in losses.items():
+            self._scalar(f"{name} validation", loss, iteration, samples)
+            if self._config.log_validation_ppl_to_tensorboard:
+                self._scalar(f"{name} validation ppl", exp(min(20.0, loss)), iteration, samples)
+
+    def _scalar(self, tag: str, value: float, iteration: int, samples: int) -> None:
+        assert self._writer is not None
+        self._writer.add_scalar(tag, value, iteration)
+        self._writer.add_scalar(f"{tag} vs samples", value, samples)
+
+    def on_end(self, run: Run) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Evaluation(Hook):
+    """Validation every `--eval-interval` iterations and at the end, then the test data once."""
+
+    def __init__(self, interval: int | None, iterations: int) -> None:
+        self._interval = interval
+        self._iterations = iterations
+        self._validated_at: int | None = None
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if self._interval is not None and report.iteration % self._interval == 0:
+            self._validate(run)
+
+    def on_end(self, run: Run) -> None:
+        if run.progress.iteration < run.train_iters:
+            return
+        if self._validated_at != run.progress.iteration:
+            self._validate(run)
+        if run.loaders.test is not None:
+            losses = evaluate(run, "test", self._iterations, 0)
+            for hook in run.hooks:
+                hook.after_evaluation(run, "test", losses)
+
+    def _validate(self, run: Run) -> None:
+        if run.loaders.valid is None:
+            return
+        losses = evaluate(run, "valid", self._iterations, run.progress.consumed_valid_samples)
+        run.progress.consumed_valid_samples += self._iterations * run.batch_sizes.global_batch_size
+        self._validated_at = run.progress.iteration
+        for hook in run.hooks:
+            hook.after_evaluation(run, "validation", losses)
+
+
+class Exits(Hook):
+    """Ends the run at an iteration, after a time, or on a signal, on all ranks in the same iteration."""
+
+    def __init__(self, *, interval: int | None, minutes: float | None, signal_number: signal.Signals | None) -> None:
+        self._interval = interval
+        self._minutes = minutes
+        self._signal = signal_number
+        self._received = False
+        self._started = time.monotonic()
+
+    def on_start(self, run: Run) -> None:
+        if self._signal is not None:
+            self._previous = signal.signal(self._signal, self._note_signal)
+
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if self._minutes is not None or self._signal is not None:
+            late = self._minutes is not None and (time.monotonic() - self._started) / 60.0 > self._minutes
+            # Ranks see clocks and signals at different moments: they agree, so that all leave together.
+            wish = torch.tensor([self._received, late], dtype=torch.int32, device=run.device)
+            all_reduce_(wish, run.state.world, "max")
+            if wish[0] and self._signal is not None:
+                run.stop(f"received {self._signal.name}")
+            if wish[1]:
+                run.stop(f"ran for --exit-duration-in-mins {self._minutes:g}")
+        if self._interval is not None and report.iteration % self._interval == 0:
+            run.stop(f"reached --exit-interval {self._interval}")
+
+    def on_end(self, run: Run) -> None:
+        if self._signal is not None:
+            signal.signal(self._signal, self._previous)
+
+
+class StopOnNaN(Hook):
+    """Ends the run with an error when a loss or the gradient norm is not finite."""
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        # The losses are known on some ranks only; a loss that is not finite makes the norm so, which all ranks know.
+        if report.nan:
+            raise FloatingPointError(
+                f"iteration {report.iteration}: the gradient norm is {report.grad_norm}"
+                + "".join(f", {name} {loss}" for name, loss in report.losses.items())
+                + "; the weights were not updated. Resume from the last checkpoint with a lower --lr or more warm-up, or "
+                "skip such iterations with --no-check-for-nan-in-loss-and-grad"
+            )
+
+
+class Saving(Hook):
+    """A checkpoint every `--save-interval` iterations, and when the run ends before or at its last one."""
+
+    def __init__(self, folder: Path, interval: int | None) -> None:
+        self._folder = folder
+        self._interval = interval
+        self._last: int | None = None
+
+    def on_start(self, run: Run) -> None:
+        self._last = run.progress.iteration  # what was just loaded, or nothing worth keeping, needs no saving
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if self._interval is not None and report.iteration % self._interval == 0:
+            self._save(run)
+
+    def on_end(self, run: Run) -> None:
+        self._save(run)
+
+    def _save(self, run: Run) -> None:
+        if self._last != run.progress.iteration:
+            save_run(run, self._folder)
+            self._last = run.progress.iteration

@@ -1,0 +1,260 @@
+"""Start of every rank: read the launch environment, parse and check the arguments, build the process groups.
+
+The only file that reads the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.arguments import ExtraArguments, parse_arguments
+from megatron.config.megatron_config import ConfigError, MegatronConfig
+from megatron.core import device as devices
+from megatron.core import parallel_state
+from megatron.core.parallel_state import ParallelState
+from megatron.core.rank_grid import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER
+
+# Ranks of a node that `--print-parallel-groups --world-size N` assumes when nothing was launched.
+DEFAULT_RANKS_PER_NODE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronContext:
+    """What a started rank knows: its configuration, its groups, its device, and the user's own arguments."""
+
+    config: MegatronConfig
+    state: ParallelState
+    device: torch.device
+    extra: argparse.Namespace
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchEnvironment:
+    """Where a launcher has put this process. A process that nobody launched is a world of one.
+
+    Attributes:
+        node: the name of the node; two agents of `torchrun` on one machine count as the two nodes that they play.
+        hosts_store: rank 0 must start the rendezvous store itself, as no `torchrun` agent did.
+        attempt: which restart this is, so that keys of an earlier attempt are not mistaken for ours.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launched: bool = False
+    node: str = "node0"
+    master_addr: str = ""
+    master_port: int = 0
+    hosts_store: bool = False
+    attempt: str = "0"
+
+
+class LaunchError(ValueError):
+    """The processes of a run were not started as the configuration needs; the text holds the right launch line."""
+
+
+def read_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
+    """The variables of `torchrun`, or those of `srun` where `torchrun` has set none.
+
+    Raises:
+        LaunchError: some of the variables are set and others are missing or out of range.
+    """
+    names = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE"}
+    if not any(name in environment for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        if "SLURM_PROCID" not in environment or int(environment.get("SLURM_NTASKS", "1")) == 1:
+            return LaunchEnvironment()
+        names = {"rank": "SLURM_PROCID", "world_size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
+    required = [names["rank"], names["world_size"], names["local_rank"], "MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in required if name not in environment]
+    if missing:
+        raise LaunchError(
+            f"the launch environment lacks {', '.join(missing)} (it has "
+            f"{', '.join(name for name in required if name in environment)}); start the ranks with\n  {launch_line(2)}"
+        )
+    values = {field: int(environment[name]) for field, name in names.items() if name in environment}
+    launch = LaunchEnvironment(
+        **values,
+        launched=True,
+        node=socket.gethostname() + (f"#{environment['GROUP_RANK']}" if "GROUP_RANK" in environment else ""),
+        master_addr=environment["MASTER_ADDR"],
+        master_port=int(environment["MASTER_PORT"]),
+        hosts_store=values["rank"] == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
+    if not 0 <= launch.rank < launch.world_size:
+        raise LaunchError(
+            f"{names['rank']}={launch.rank} is not in 0 … {launch.world_size - 1} ({names['world_size']}="
+            f"{launch.world_size}); start the ranks with\n  {launch_line(launch.world_size)}"
+        )
+    return launch
+
+
+def launch_line(world_size: int, ranks_per_node: int = DEFAULT_RANKS_PER_NODE) -> str:
+    """The `torchrun` command that starts `world_size` ranks of this program."""
+    script = Path(sys.argv[0]).name or "pretrain_gpt.py"
+    if world_size <= ranks_per_node:
+        return f"torchrun --nproc-per-node {world_size} {script} …"
+    nodes = -(-world_size // ranks_per_node)
+    return (
+        f"torchrun --nnodes {nodes} --nproc-per-node {ranks_per_node} --node-rank <0 … {nodes - 1}> "
+        f"--master-addr <host of node 0> --master-port 29500 {script} …"
+    )
+
+
+def initialize_megatron(
+    argv_or_config: Sequence[str] | MegatronConfig | None = None,
+    extra_args_provider: ExtraArguments | None = None,
+) -> MegatronContext:
+    """Parse and check the arguments, then create the process groups.
+
+    Args:
+        argv_or_config: the arguments, or a ready configuration; None takes the command line, and then a wrong argument
+            ends the program with exit code 2 and the list of all that is wrong, printed by one rank.
+        extra_args_provider: adds the user's own arguments to the parser; their values are in `context.extra`.
+
+    Raises:
+        ConfigError: the arguments break rules (all of them are listed).
+        LaunchError: ranks are missing or too many, or the launch environment is incomplete.
+    """
+    if argv_or_config is None:
+        return _or_exit(lambda: _initialize(sys.argv[1:], extra_args_provider))
+    return _initialize(argv_or_config, extra_args_provider)
+
+
+def _or_exit(start: Callable[[], MegatronContext]) -> MegatronContext:
+    try:
+        return start()
+    except (ConfigError, LaunchError) as error:
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _initialize(
+    argv_or_config: Sequence[str] | MegatronConfig, extra_args_provider: ExtraArguments | None
+) -> MegatronContext:
+    launch = read_launch_environment(os.environ)
+    extra = argparse.Namespace()
+    if isinstance(argv_or_config, MegatronConfig):
+        config = argv_or_config
+    else:
+        config, extra = parse_arguments(
+            argv_or_config, extra_args_provider, world_size=launch.world_size if launch.launched else None
+        )
+    parallel = config.parallel
+    world_size = parallel.world_size or launch.world_size
+    order = PIPELINE_BEFORE_DATA_ORDER if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER
+    grid = parallel_state.grid_of_world(
+        world_size,
+        tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        context=parallel.context_parallel_size,
+        order=order,
+    )
+    if world_size != launch.world_size:
+        if not parallel.print_parallel_groups or launch.launched:
+            raise LaunchError(
+                f"--world-size {world_size}, but {launch.world_size} rank(s) were started; start\n"
+                f"  {launch_line(world_size)}\nor add --print-parallel-groups to print the map of that world and stop"
+            )
+        print(parallel_state.describe_groups(grid, [f"node{r // DEFAULT_RANKS_PER_NODE}" for r in range(world_size)]))
+        sys.exit(0)
+    try:
+        backend = devices.choose_backend(parallel.distributed_backend)
+        device = devices.choose_device(backend, launch.local_rank)
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+    nodes = ["node0"]
+    if launch.launched:
+        nodes = _join_world(launch, backend, device, timedelta(minutes=parallel.distributed_timeout_minutes))
+    state = parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        order=order,
+        nodes=nodes,
+    )
+    if state.rank == 0:
+        if parallel.print_parallel_groups:
+            print(state, flush=True)
+        for warning in _node_warnings(state, config):
+            print(f"warning: {warning}", flush=True)
+    return MegatronContext(config=config, state=state, device=device, extra=extra)
+
+
+def _join_world(
+    launch: LaunchEnvironment, backend: devices.Backend, device: torch.device, timeout: timedelta
+) -> list[str]:
+    """Meet the other ranks and initialise `torch.distributed`; the node of each rank.
+
+    A roll call comes before the communicators, whose own time-out would not say who is missing.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    rank, world_size = launch.rank, launch.world_size
+    try:
+        store = dist.PrefixStore(
+            f"attempt-{launch.attempt}",
+            dist.TCPStore(
+                launch.master_addr,
+                launch.master_port,
+                is_master=launch.hosts_store,
+                timeout=timeout,
+                wait_for_workers=False,
+            ),
+        )
+    except dist.DistError as error:
+        raise LaunchError(
+            f"rank {rank} could not reach the rendezvous at {launch.master_addr}:{launch.master_port}: {error}; start "
+            f"rank 0 there first, or correct MASTER_ADDR and MASTER_PORT"
+        ) from error
+    roll = dist.PrefixStore("roll-call", store)
+    roll.set(str(rank), launch.node)
+    try:
+        roll.wait([str(other) for other in range(world_size)], timeout)
+    except dist.DistStoreError as error:
+        missing = [other for other in range(world_size) if not roll.check([str(other)])]
+        raise LaunchError(
+            f"rank {rank} waited {timeout.total_seconds():.0f} s for a world of {world_size}, and rank(s) "
+            f"{missing} did not come; each node must run\n  {launch_line(world_size, launch.local_world_size)}"
+        ) from error
+    nodes = [roll.get(str(other)).decode() for other in range(world_size)]
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("megatron", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return nodes
+
+
+def _node_warnings(state: ParallelState, config: MegatronConfig) -> list[str]:
+    """What the layout costs on these nodes."""
+    split = [
+        group
+        for group in state.grid.groups("tp")
+        if len({state.nodes[rank] for rank in group}) > 1
+    ]
+    if not split:
+        return []
+    model, training, precision = config.model, config.training, config.optimizer.params_dtype
+    megabytes = 4 * config.data.seq_length * training.micro_batch_size * model.hidden_size * precision.itemsize / 1e6
+    per_node = max(state.nodes.count(node) for node in set(state.nodes))
+    return [
+        f"{len(split)} tensor-parallel group(s) span nodes, the first being ranks {list(split[0])}: each layer then "
+        f"reduces {megabytes:.1f} MB per micro-batch over the network, which is several times slower than the links "
+        f"inside a node; --tensor-model-parallel-size {per_node} or a divisor of it stays inside one"
+    ]

@@ -1,0 +1,195 @@
+"""`pretrain`: from arguments to a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from signal import Signals
+
+import torch
+
+from megatron.config.arguments import ExtraArguments
+from megatron.core.collectives import barrier
+from megatron.model.flops import flops_per_batch
+from megatron.optimizer.build import build_optimizer
+from megatron.optimizer.param_scheduler import OnLoad, build_param_scheduler
+from megatron.training.checkpoints import load_run, open_checkpoint, progress_of
+from megatron.training.data_loaders import DatasetsProvider, build_loaders
+from megatron.training.hooks import (
+    Evaluation,
+    Exits,
+    Hook,
+    JsonLog,
+    LogLine,
+    MemoryReport,
+    Saving,
+    StopOnNaN,
+    TensorBoard,
+)
+from megatron.training.initialize import MegatronContext, initialize_megatron
+from megatron.training.microbatches import BatchSizeSchedule
+from megatron.training.run import ForwardStep, Run
+from megatron.training.setup import (
+    ModelProvider,
+    build_chunks,
+    build_executor,
+    build_layout,
+    build_vocabulary,
+    check_parameter_count,
+    describe,
+    plan_builder,
+)
+from megatron.training.timers import Timers
+from megatron.training.train_step import train_step
+
+
+def pretrain(
+    datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+    *,
+    extra_args_provider: ExtraArguments | None = None,
+    context: MegatronContext | None = None,
+) -> Run:
+    """Train a model as the command line says.
+
+    Args:
+        datasets_provider: builds the training, validation and test data.
+        model_provider: builds one pipeline chunk of the model.
+        forward_step: runs one micro-batch through one chunk.
+        extra_args_provider: adds the user's own arguments to the parser.
+        context: of an `initialize_megatron` that was called before; by default it is called here.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        ConfigError, LaunchError: see `initialize_megatron`.
+        CheckpointError: what `--load` names cannot be loaded.
+        FloatingPointError: a loss or gradient norm was not finite.
+    """
+    if context is None:
+        context = initialize_megatron(extra_args_provider=extra_args_provider)
+    run = build_run(context, datasets_provider, model_provider, forward_step)
+    train(run)
+    barrier(context.state.world)
+    return run
+
+
+def build_run(
+    context: MegatronContext,
+    datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+) -> Run:
+    """Everything that training needs, at the position of the checkpoint that `--load` names."""
+    config, state, device = context.config, context.state, context.device
+    checkpoint = open_checkpoint(config, state)
+    progress = progress_of(checkpoint, config)
+    batch_sizes = BatchSizeSchedule(
+        global_batch_size=config.global_batch_size(state.world.size),
+        micro_batch_size=config.training.micro_batch_size,
+        data_parallel_size=state.data.size,
+        rampup=config.training.rampup_batch_size,
+    )
+    vocabulary = build_vocabulary(config)
+    layout = build_layout(config, vocabulary)
+    chunks = build_chunks(context, layout, vocabulary, model_provider)
+    parameters = check_parameter_count(context, chunks, vocabulary)
+    if config.training.train_samples is None:
+        assert config.training.train_iters is not None
+        train_iters = config.training.train_iters
+    else:
+        train_iters = batch_sizes.iterations_for(config.training.train_samples)
+    loaders = build_loaders(
+        context, vocabulary, datasets_provider, batch_sizes=batch_sizes, train_iters=train_iters, progress=progress
+    )
+    run = Run(
+        config=config,
+        state=state,
+        device=device,
+        chunks=chunks,
+        executor=build_executor(context, layout, chunks),
+        forward_step=forward_step,
+        optimizer=build_optimizer(
+            chunks,
+            config.optimizer,
+            model_group=state.model,
+            count_zeros=config.logging.log_num_zeros_in_grad,
+        ),
+        scheduler=build_param_scheduler(
+            config.optimizer,
+            global_batch_size=batch_sizes.global_batch_size,
+            train_iters=config.training.train_iters,
+            train_samples=config.training.train_samples,
+            on_load=_schedule_on_load(context),
+        ),
+        batch_sizes=batch_sizes,
+        plans=plan_builder(config, layout),
+        loaders=loaders,
+        train_iters=train_iters,
+        flops_per_sample=flops_per_batch(
+            config.model,
+            batch_size=1,
+            sequence_length=config.data.seq_length,
+            padded_vocab_size=vocabulary.padded_size,
+        ),
+        timers=Timers(
+            config.logging.timing_log_level,
+            torch.cuda.synchronize if device.type == "cuda" else lambda: None,
+        ),
+        progress=progress,
+    )
+    if state.rank == 0:
+        print(describe(context, layout, vocabulary, parameters), flush=True)
+    if checkpoint is not None:
+        load_run(run, checkpoint)
+    run.hooks = build_hooks(context)
+    return run
+
+
+def _schedule_on_load(context: MegatronContext) -> OnLoad:
+    checkpoint = context.config.checkpoint
+    if checkpoint.override_opt_param_scheduler:
+        return "override"
+    return "use_checkpoint" if checkpoint.use_checkpoint_opt_param_scheduler else "check"
+
+
+def build_hooks(context: MegatronContext) -> list[Hook]:
+    """The hooks that the configuration asks for, in the order in which they are called.
+
+    Logs come first, so that what led to a stop is written; saving comes last, so that a stop is saved.
+    """
+    training, logging, checkpoint = context.config.training, context.config.logging, context.config.checkpoint
+    hooks: list[Hook] = [LogLine(logging), MemoryReport()]
+    if logging.log_json is not None:
+        hooks.append(JsonLog(Path(logging.log_json)))
+    if logging.tensorboard_dir is not None:
+        hooks.append(TensorBoard(logging))
+    if training.check_for_nan_in_loss_and_grad:
+        hooks.append(StopOnNaN())
+    if training.eval_iters > 0:
+        hooks.append(Evaluation(training.eval_interval, training.eval_iters))
+    hooks.append(
+        Exits(
+            interval=training.exit_interval,
+            minutes=training.exit_duration_in_mins,
+            signal_number=Signals[training.exit_signal] if training.exit_signal_handler else None,
+        )
+    )
+    if checkpoint.save is not None:
+        hooks.append(Saving(Path(checkpoint.save), checkpoint.save_interval))
+    return hooks
+
+
+def train(run: Run) -> None:
+    """The loop: iterations until the last one or until a hook asks to stop."""
+    for hook in run.hooks:
+        hook.on_start(run)
+    while run.progress.iteration < run.train_iters and run.stop_reason is None:
+        report = train_step(run)
+        for hook in run.hooks:
+            hook.after_step(run, report)
+    for hook in run.hooks:
+        hook.on_end(run)
+    if run.stop_reason is not None:
+        run.print(f"stopped after iteration {run.progress.iteration}: {run.stop_reason}")

@@ -1,0 +1,93 @@
+"""A run as one value: what `pretrain` has built and the loop and its hooks work on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.megatron_config import MegatronConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.schedule_plan import Plan
+from megatron.core.tensor_parallel.random import DropoutStream
+from megatron.optimizer.optimizer import MegatronOptimizer
+from megatron.optimizer.param_scheduler import ParamScheduler
+from megatron.training.microbatches import BatchSizeSchedule
+from megatron.training.progress import Progress
+from megatron.training.timers import Timers
+
+
+class Batch(Protocol):
+    """One micro-batch, of any content. `GPTBatch` is one; a user's own needs these members only."""
+
+    @property
+    def sample_ids(self) -> Tensor:
+        """[b] the global numbers of the samples: dropout masks are a function of them."""
+
+    def loss_counts(self) -> Mapping[str, Tensor]:
+        """For each loss term the number of tokens (or sequences) that it is a mean over, in this micro-batch."""
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
+
+
+class Loader(Protocol):
+    """The micro-batches of this data-parallel rank, as a function of the position in the data."""
+
+    def step(self, consumed: int, num_microbatches: int) -> Sequence[Batch]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaders:
+    """Of the three splits; None where there is no data or nothing asks for it."""
+
+    train: Loader
+    valid: Loader | None
+    test: Loader | None
+
+
+# (micro-batch, model chunk, hidden states of the chunk before or None, dropout or None when evaluating)
+# -> hidden states, or on the chunk with the output: each loss term summed over the tokens of the micro-batch
+ForwardStep = Callable[[Any, nn.Module, Tensor | None, DropoutStream | None], Tensor | dict[str, Tensor]]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything of a run on this rank. Only `progress` and `stop_reason` change while it trains."""
+
+    config: MegatronConfig
+    state: ParallelState
+    device: torch.device
+    chunks: Sequence[DistributedDataParallel]
+    executor: PipelineExecutor
+    forward_step: ForwardStep
+    optimizer: MegatronOptimizer
+    scheduler: ParamScheduler
+    batch_sizes: BatchSizeSchedule
+    plans: Callable[[int, bool], Plan]
+    loaders: Loaders
+    train_iters: int
+    flops_per_sample: float
+    timers: Timers
+    progress: Progress
+    hooks: Iterable[Any] = field(default_factory=tuple)
+    stop_reason: str | None = None
+
+    @property
+    def logs(self) -> bool:
+        """Whether this rank reports: the last one, which holds the output and so the losses."""
+        return self.state.rank == self.state.world.size - 1
+
+    def print(self, text: str) -> None:
+        """Print on the rank that reports."""
+        if self.logs:
+            print(text, flush=True)
+
+    def stop(self, reason: str) -> None:
+        """Ask the loop to end after this iteration. Each rank must ask for it in the same iteration."""
+        self.stop_reason = self.stop_reason or reason

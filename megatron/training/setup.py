@@ -1,0 +1,187 @@
+"""Building a run from its configuration: vocabulary, model chunks, optimizer, schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from megatron.config.megatron_config import MegatronConfig
+from megatron.config.pipeline_layout import PipelineLayout, StageLayout, pipeline_layout
+from megatron.core.collectives import all_reduce
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.schedule_plan import Plan, build_plan
+from megatron.core.shard import Init, Shard, has_shard, name_parameters, set_shard, whole_pieces
+from megatron.model.flops import built_parameter_count, parameter_count
+from megatron.model.gpt_model import GPTModel
+from megatron.model.init import initialize_weights
+from megatron.tokenizer.build import build_tokenizer
+from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.training.initialize import MegatronContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """The tokenizer and the rows that the model has for it.
+
+    Attributes:
+        size: rows that belong to the model.
+        padded_size: rows in memory: those from `size` on are there so that tensor parallelism divides them, and take no
+            part in the softmax.
+    """
+
+    tokenizer: Tokenizer
+    size: int
+    padded_size: int
+
+
+def build_vocabulary(config: MegatronConfig) -> Vocabulary:
+    """The tokenizer's vocabulary, padded; an explicit `--padded-vocab-size` makes its rows part of the model.
+
+    Raises:
+        ValueError: the tokenizer's files are missing or damaged, or it has more tokens than `--padded-vocab-size`.
+    """
+    tokenizer = build_tokenizer(config.tokenizer)
+    size = config.model_vocab_size(tokenizer.vocab_size)
+    if size < tokenizer.vocab_size:
+        raise ValueError(
+            f"--padded-vocab-size ({size}) must not be below the tokenizer's {tokenizer.vocab_size} tokens"
+        )
+    return Vocabulary(
+        tokenizer=tokenizer, size=size, padded_size=config.padded_vocab_size(tokenizer.vocab_size)
+    )
+
+
+# Builds one pipeline chunk: (context, which layers, vocabulary) -> module
+ModelProvider = Callable[[MegatronContext, StageLayout, Vocabulary], nn.Module]
+
+
+def gpt_model(context: MegatronContext, stage: StageLayout, vocabulary: Vocabulary) -> GPTModel:
+    """The model provider of `pretrain_gpt.py`."""
+    config = context.config
+    return GPTModel(
+        config.model,
+        stage=stage,
+        vocab_size=vocabulary.size,
+        padded_vocab_size=vocabulary.padded_size,
+        tensor_group=context.state.tensor,
+        sequence_parallel=config.parallel.sequence_parallel,
+        dtype=config.optimizer.params_dtype,
+        device=context.device,
+    )
+
+
+def build_chunks(
+    context: MegatronContext, layout: PipelineLayout, vocabulary: Vocabulary, provider: ModelProvider
+) -> list[DistributedDataParallel]:
+    """This stage's model chunks with their first weights, each wrapped with its gradient buffer."""
+    config, state = context.config, context.state
+    chunks = []
+    for stage in layout.stage(state.pipeline.rank):
+        module = provider(context, stage, vocabulary)
+        _adopt_plain_parameters(module, context)
+        initialize_weights(module, config.training.seed)
+        if config.training.torch_compile:
+            for layer in module.decoder.layers.values():
+                layer.compile()
+        chunks.append(
+            DistributedDataParallel(
+                module, data_group=state.data_context, grad_dtype=config.optimizer.main_dtype
+            )
+        )
+    return chunks
+
+
+def _adopt_plain_parameters(module: nn.Module, context: MegatronContext) -> None:
+    """Parameters of a user's plain torch layers are whole on each rank and keep the values of their constructor."""
+    for parameter in module.parameters():
+        if not has_shard(parameter):
+            set_shard(
+                parameter,
+                Shard(
+                    global_shape=tuple(parameter.shape),
+                    dim=None,
+                    pieces=whole_pieces(parameter.shape[0], context.state.tensor),
+                    group=context.state.tensor,
+                    init=Init.given(),
+                ),
+            )
+    name_parameters(module)
+
+
+def check_parameter_count(
+    context: MegatronContext, chunks: Sequence[DistributedDataParallel], vocabulary: Vocabulary
+) -> int:
+    """Parameters built over all ranks of one model; they must be those that the configuration implies.
+
+    Raises:
+        RuntimeError: they differ: a layer was dropped or built twice.
+    """
+    state = context.state
+    mine = torch.tensor(
+        built_parameter_count(chunk.module for chunk in chunks), dtype=torch.int64, device=context.device
+    )
+    built = int(all_reduce(mine, state.model))
+    if all(isinstance(chunk.module, GPTModel) for chunk in chunks):
+        implied = parameter_count(context.config.model, vocabulary.size)
+        if built != implied:
+            raise RuntimeError(
+                f"the ranks have built {built:,} parameters, but the configuration implies {implied:,}: this is a bug in "
+                f"the layout of the layers over the stages; please report it with the output of --print-config"
+            )
+    return built
+
+
+def build_executor(
+    context: MegatronContext, layout: PipelineLayout, chunks: Sequence[DistributedDataParallel]
+) -> PipelineExecutor:
+    config, state = context.config, context.state
+    sequence = config.data.seq_length // (state.tensor.size if config.parallel.sequence_parallel else 1)
+    return PipelineExecutor(
+        group=state.pipeline,
+        chunks=[chunk.module for chunk in chunks],
+        layouts=layout.stage(state.pipeline.rank),
+        hidden_shape=(sequence, config.training.micro_batch_size, config.model.hidden_size),
+        dtype=config.optimizer.params_dtype,
+        device=context.device,
+    )
+
+
+def plan_builder(config: MegatronConfig, layout: PipelineLayout) -> Callable[[int, bool], Plan]:
+    """(number of micro-batches, forward only) -> the plan of every stage."""
+    build = partial(
+        build_plan,
+        num_stages=layout.num_stages,
+        num_chunks=layout.num_chunks,
+        group_size=config.parallel.microbatch_group_size_per_virtual_pipeline_stage,
+    )
+
+    def plans(num_microbatches: int, forward_only: bool) -> Plan:
+        schedule = "forward_only" if forward_only else config.parallel.pipeline_schedule
+        return build(schedule, num_microbatches=num_microbatches)
+
+    return plans
+
+
+def build_layout(config: MegatronConfig, vocabulary: Vocabulary) -> PipelineLayout:
+    return pipeline_layout(config.model, config.parallel, vocabulary.padded_size)
+
+
+def describe(context: MegatronContext, layout: PipelineLayout, vocabulary: Vocabulary, parameters: int) -> str:
+    """What is about to be trained and how it is spread, in a few lines."""
+    state: ParallelState = context.state
+    config = context.config
+    sizes = f"tensor {state.tensor.size} × pipeline {state.pipeline.size} × data {state.data.size}"
+    lines = [
+        f"{parameters:,} parameters, {config.optimizer.precision}, on {state.world.size} {context.device.type} rank(s) = {sizes}",
+        f"vocabulary: {vocabulary.tokenizer.name}, {vocabulary.size:,} tokens"
+        + (f" padded to {vocabulary.padded_size:,}" if vocabulary.padded_size > vocabulary.size else ""),
+    ]
+    if layout.num_stages > 1:
+        lines.append(layout.describe())
+    return "\n".join(lines)

@@ -1,0 +1,149 @@
+"""The layouts of the parity matrix, and covers of their product."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+NUM_HEADS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and a layout of it over at most 8 ranks."""
+
+    tp: int
+    pp: int
+    vpp: int
+    dp: int
+    sequence_parallel: bool
+    schedule: str
+    tied: bool
+    groups: int
+    layers: int
+    dropout: bool
+    micro_batch: int
+    flavour: str
+    order: str
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def valid(self) -> bool:
+        return (
+            self.world_size <= 8
+            and (self.groups % self.tp == 0 or self.tp % self.groups == 0)
+            and not (self.sequence_parallel and self.tp == 1)
+            and not (self.vpp > 1 and (self.pp == 1 or self.schedule == "gpipe"))
+            and not (self.schedule == "gpipe" and self.pp == 1)
+            and not (self.order == "tp-pp-dp" and (self.pp == 1 or self.dp == 1))
+            and self.layers >= self.pp * self.vpp
+        )
+
+    @property
+    def model_arguments(self) -> tuple[str, ...]:
+        """What changes the model, and so the reference on one rank."""
+        arguments = [*("--num-layers", str(self.layers))]
+        if not self.tied:
+            arguments.append("--untie-embeddings-and-output-weights")
+        if self.groups != NUM_HEADS:
+            arguments += ["--group-query-attention", "--num-query-groups", str(self.groups)]
+        if self.dropout:
+            arguments += ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+        arguments += {
+            "gpt": [],
+            "llama": [
+                *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
+                *("--disable-bias-linear", "--qk-layernorm", "--add-qkv-bias"),
+            ],
+        }[self.flavour]
+        return tuple(arguments)
+
+    @property
+    def layout_arguments(self) -> tuple[str, ...]:
+        arguments = [
+            *("--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)),
+            *("--micro-batch-size", str(self.micro_batch)),
+        ]
+        if self.sequence_parallel:
+            arguments.append("--sequence-parallel")
+        if self.vpp > 1:
+            arguments += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
+        if self.schedule == "gpipe":
+            arguments += ["--pipeline-schedule", "gpipe"]
+        if self.order == "tp-pp-dp":
+            arguments.append("--use-tp-pp-dp-mapping")
+        return tuple(arguments)
+
+    def __str__(self) -> str:
+        parts = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}"]
+        parts += [f"vpp{self.vpp}"] if self.vpp > 1 else []
+        parts += ["sp"] if self.sequence_parallel else []
+        parts += ["gpipe"] if self.schedule == "gpipe" else []
+        parts += ["order"] if self.order == "tp-pp-dp" else []
+        parts += [self.flavour, "tied" if self.tied else "untied", f"g{self.groups}", f"l{self.layers}"]
+        parts += ["dropout"] if self.dropout else []
+        return "-".join([*parts, f"mbs{self.micro_batch}"])
+
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2, 3, 4, 8),
+    "pp": (1, 2, 3, 4),
+    "vpp": (1, 2),
+    "dp": (1, 2, 4),
+    "sequence_parallel": (False, True),
+    "schedule": ("1f1b", "gpipe"),
+    "tied": (True, False),
+    "groups": (NUM_HEADS, 2, 1),
+    "layers": (4, 5, 9),
+    "dropout": (False, True),
+    "micro_batch": (1, 2),
+    "flavour": ("gpt", "llama"),
+    "order": ("tp-pp", "tp-pp-dp"),
+}
+
+
+def all_cases() -> Iterable[Case]:
+    for values in itertools.product(*AXES.values()):
+        case = Case(**dict(zip(AXES, values)))
+        if case.valid():
+            yield case
+
+
+def layout_product() -> list[Case]:
+    """Every layout, each with one model: the model's properties take turns, so that all of them meet all layouts' parts.
+
+    The full product with the models would repeat layouts a hundred times over.
+    """
+    layout = ("tp", "pp", "vpp", "dp", "sequence_parallel", "schedule", "order", "micro_batch")
+    by_layout: dict[tuple[Any, ...], list[Case]] = {}
+    for case in all_cases():
+        by_layout.setdefault(tuple(getattr(case, name) for name in layout), []).append(case)
+    chooser = random.Random(0)
+    return [chooser.choice(cases) for cases in by_layout.values()]
+
+
+def pairwise_cover(cases: Sequence[Case], seed: int = 0) -> list[Case]:
+    """A small set of cases in which each pair of values of two axes occurs that occurs at all; greedy."""
+    chooser = random.Random(seed)
+    pairs_of = {case: _pairs(case) for case in cases}
+    uncovered = set().union(*pairs_of.values())
+    chosen: list[Case] = []
+    while uncovered:
+        sample = chooser.sample(list(cases), min(len(cases), 400))
+        best = max(sample, key=lambda case: len(pairs_of[case] & uncovered))
+        if not pairs_of[best] & uncovered:
+            best = max(cases, key=lambda case: len(pairs_of[case] & uncovered))
+        chosen.append(best)
+        uncovered -= pairs_of[best]
+    return chosen
+
+
+def _pairs(case: Case) -> set[tuple[str, Any, str, Any]]:
+    values = asdict(case)
+    names = [field.name for field in fields(case)]
+    return {(a, values[a], b, values[b]) for a, b in itertools.combinations(names, 2)}

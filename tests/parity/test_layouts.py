@@ -1,0 +1,58 @@
+"""Any two layouts train the same model: in float64 losses, gradients, norms and weights agree with one rank to 1e-10."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.numerics import PARITY_FP64, assert_all_parity
+from tests.helpers.tiny import StepResult, assemble, losses_of, train_steps
+from tests.parity.layouts import Case, all_cases, layout_product, pairwise_cover
+
+STEPS = 3
+COVER = pairwise_cover(list(all_cases()))
+PRODUCT = [case for case in layout_product() if case not in COVER]
+
+
+@cache
+def reference(model_arguments: tuple[str, ...]) -> list[StepResult]:
+    """The model trained on one rank, in micro-batches of one."""
+    return run_distributed(train_steps, 1, STEPS, "--fp64", *model_arguments)[0]
+
+
+def check_parity(case: Case) -> None:
+    expected = reference(case.model_arguments)
+    ranks = run_distributed(
+        train_steps, case.world_size, STEPS, "--fp64", *case.model_arguments, *case.layout_arguments
+    )
+    for step in range(STEPS):
+        assert losses_of(ranks, step) == pytest.approx(expected[step].losses, rel=PARITY_FP64)
+        norms = [rank[step].grad_norm for rank in ranks]
+        assert norms == pytest.approx([expected[step].grad_norm] * len(ranks), rel=PARITY_FP64)
+        assert_all_parity(
+            assemble(rank[step].gradients for rank in ranks), assemble([expected[step].gradients])
+        )
+        assert_all_parity(
+            assemble(rank[step].parameters for rank in ranks), assemble([expected[step].parameters])
+        )
+
+
+@pytest.mark.parametrize("case", COVER, ids=str)
+def test_pairwise_cover_of_layouts(case: Case) -> None:
+    check_parity(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", PRODUCT, ids=str)
+def test_product_of_layouts(case: Case) -> None:
+    check_parity(case)
+
+
+def test_the_cover_holds_every_axis_value() -> None:
+    assert {case.tp for case in COVER} == {1, 2, 3, 4, 8}
+    assert {case.vpp for case in COVER} == {1, 2}
+    assert any(case.groups < case.tp for case in COVER)
+    assert any(case.layers % (case.pp * case.vpp) for case in COVER)
+    assert any(case.dropout and case.sequence_parallel and case.pp > 1 for case in COVER)

@@ -1,0 +1,85 @@
+"""Sample text from a checkpoint, in one process, whatever layout wrote it.
+
+python tools/generate_text.py --load checkpoints --prompt 'def main():' --num-tokens 200 --temperature 0.8
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from megatron.checkpointing import CheckpointError, load_checkpoint
+from megatron.config.megatron_config import MegatronConfig
+from megatron.config.pipeline_layout import StageLayout
+from megatron.core.comm_group import CommGroup
+from megatron.core.parallel_state import ParallelState
+from megatron.core.shard import NamedTensor, shard_of
+from megatron.inference.generation import Sampling, generate
+from megatron.model.gpt_model import GPTModel
+from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.training.initialize import MegatronContext
+from megatron.training.setup import build_vocabulary, gpt_model
+
+
+def load_model(folder: str, step: int | None, device: torch.device) -> tuple[GPTModel, Tokenizer, MegatronConfig]:
+    """The whole model of a checkpoint in this process, with the tokenizer that it was trained with."""
+    checkpoint = load_checkpoint(folder, step=step)
+    config = MegatronConfig.from_dict(checkpoint.metadata["config"])
+    vocabulary = build_vocabulary(config)
+    context = MegatronContext(
+        config=config, state=ParallelState.single(), device=device, extra=argparse.Namespace()
+    )
+    stage = StageLayout(
+        stage=0, chunk=0, layers=range(config.model.num_layers), has_embedding=True, has_output=True
+    )
+    model = gpt_model(context, stage, vocabulary)
+    tensors = [
+        NamedTensor(key=f"model.{shard_of(p).name}", tensor=p.data, shard=shard_of(p)) for p in model.parameters()
+    ]
+    checkpoint.load_into(tensors, world=CommGroup.single("world"), ignore=("optimizer.",))
+    return model.eval(), vocabulary.tokenizer, config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", required=True, help="checkpoint folder: the --save of the training")
+    parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the newest)")
+    parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
+    parser.add_argument("--num-tokens", type=int, default=200, help="tokens to generate at most (default 200)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
+    parser.add_argument("--top-k", type=int, default=0, help="draw from the k most likely tokens only (default: all)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the most likely tokens of this probability")
+    parser.add_argument("--seed", type=int, default=1234, help="the same seed gives the same text (default 1234)")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+        model, tokenizer, config = load_model(options.load, options.ckpt_step, device)
+        prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]
+    except (ValueError, CheckpointError) as error:
+        sys.exit(f"generate_text.py: error: {error}")
+    tokens: list[int] = []
+    shown = ""
+    print(options.prompt, end="")
+    for token in generate(
+        model,
+        prompt,
+        num_tokens=options.num_tokens,
+        context_length=config.data.seq_length,
+        end_token=tokenizer.eod,
+        sampling=sampling,
+        generator=torch.Generator().manual_seed(options.seed),
+    ):
+        tokens.append(token)
+        # A character may span tokens: decode all of them and print what is new and complete.
+        text = tokenizer.decode(tokens)
+        if not text.endswith("�"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print(tokenizer.decode(tokens)[len(shown) :])
+
+
+if __name__ == "__main__":
+    main()
