@@ -1,0 +1,87 @@
+"""Tokenizers that need no file: ids as text, and bytes."""
+
+from collections.abc import Sequence
+
+from megatron.tokenizer.tokenizer import check_text, digest
+
+
+class NullTokenizer:
+    """Text that is token ids already: "17 4 256" is [17, 4, 256].
+
+    Args:
+        vocab_size: number of ids, EOD included.
+        eod_id: default `vocab_size - 1`.
+        pad_id: negative for none.
+
+    Raises:
+        ValueError: no vocabulary size, or an id outside it.
+    """
+
+    name = "NullTokenizer"
+
+    def __init__(self, vocab_size: int | None, *, eod_id: int | None = None, pad_id: int = -1) -> None:
+        if vocab_size is None or vocab_size < 1:
+            raise ValueError(
+                f"--vocab-size {vocab_size}: --tokenizer-type NullTokenizer needs the number of ids, at "
+                "least 1, EOD included"
+            )
+        eod = vocab_size - 1 if eod_id is None else eod_id
+        if not 0 <= eod < vocab_size:
+            raise ValueError(
+                f"--null-tokenizer-eod-id {eod}: must be one of the ids 0 to {vocab_size - 1} of "
+                f"--vocab-size {vocab_size}"
+            )
+        if pad_id >= vocab_size:
+            raise ValueError(
+                f"--null-tokenizer-pad-id {pad_id}: must be below --vocab-size {vocab_size}, or -1 for no "
+                "padding token"
+            )
+        self.vocab_size = vocab_size
+        self.eod = eod
+        self.bos: int | None = None
+        self.pad = pad_id if pad_id >= 0 else None
+
+    def encode(self, text: str) -> list[int]:
+        return [self._id(word) for word in text.split()]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(int(token)) for token in ids)
+
+    def fingerprint(self) -> str:
+        return digest("null", str(self.vocab_size), str(self.eod), str(self.pad))
+
+    def _id(self, word: str) -> int:
+        if not (word.isascii() and word.isdigit()) or int(word) >= self.vocab_size:
+            raise ValueError(
+                f"{word[:40]!r} is not a token id: --tokenizer-type NullTokenizer reads numbers from 0 to "
+                f"{self.vocab_size - 1} between spaces"
+            )
+        return int(word)
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8 and, as id 256, the end of a document, which does not show in decoded text."""
+
+    name = "ByteTokenizer"
+    vocab_size = 257
+    eod = 256
+    bos: int | None = None
+    pad: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        return list(check_text(text).encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        wrong = [int(token) for token in ids if not 0 <= token <= self.eod]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is not an id of ByteTokenizer, which has 0 to {self.eod}")
+        return bytes(int(token) for token in ids if token != self.eod).decode(errors="replace")
+
+    def fingerprint(self) -> str:
+        return digest("byte")

@@ -1,0 +1,100 @@
+"""What the rest of the framework asks of a tokenizer, and what the adapters share."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back.
+
+    An adapter runs in one thread: processes are the parallelism (`--workers`), and threads below them would
+    only fight for the same cores.
+    """
+
+    @property
+    def name(self) -> str:
+        """The `--tokenizer-type`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that can come out; no padding included."""
+
+    @property
+    def eod(self) -> int:
+        """Id that ends a document.
+
+        Raises:
+            ValueError: the files name no such token (possible for HuggingFaceTokenizer only; the other types
+                refuse to be built without one).
+        """
+
+    @property
+    def bos(self) -> int | None:
+        """Id that begins a sequence, None when the vocabulary has none."""
+
+    @property
+    def pad(self) -> int | None:
+        """Id of padding, None when the vocabulary has none."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without EOD; only what the tokenizer's own files ask for is added.
+
+        Raises:
+            ValueError: `text` holds a lone surrogate, which no tokenizer can keep.
+        """
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
+
+    def fingerprint(self) -> str:
+        """Hex digest of everything the ids depend on: equal fingerprints, equal ids. Paths take no part."""
+
+
+def digest(*parts: str | bytes) -> str:
+    """SHA-256 of the parts with their lengths, so that no two lists of parts collide by concatenation."""
+    result = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        result.update(len(data).to_bytes(8, "little"))
+        result.update(data)
+    return result.hexdigest()
+
+
+def read_tokenizer_file(path: str | Path | None, *, flag: str, tokenizer_type: str, what: str) -> bytes:
+    """Content of a tokenizer's file.
+
+    Raises:
+        ValueError: the flag is missing, or names no readable file.
+    """
+    if path is None:
+        raise ValueError(f"{flag} is not given: --tokenizer-type {tokenizer_type} needs it ({what})")
+    file = Path(path)
+    if not file.is_file():
+        state = "is a folder" if file.is_dir() else "does not exist"
+        raise ValueError(
+            f"{flag} {path} {state}: --tokenizer-type {tokenizer_type} reads {what} from there; "
+            "nothing is downloaded, give the path of a file on this machine"
+        )
+    return file.read_bytes()
+
+
+def check_text(text: str) -> str:
+    """`text` itself.
+
+    Raises:
+        ValueError: it holds a lone surrogate (JSON's "\\ud800" gives one), which UTF-8 cannot write.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start} of the text is the lone surrogate U+{ord(text[error.start]):04X}, "
+            "which is not a "
+            "Unicode character; repair the text where it was made"
+        ) from None
+    return text

@@ -1,0 +1,203 @@
+"""Adapter of the `tokenizers` library: GPT-2's vocabulary and merges, and any tokenizer.json."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from megatron.tokenizer.tokenizer import check_text, digest, read_tokenizer_file
+
+GPT2_END_OF_TEXT = "<|endoftext|>"
+END_OF_DOCUMENT_TOKENS = (GPT2_END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<EOS>", "<eod>", "<EOD>")
+
+
+class TokenizersTokenizer:
+    """A tokenizer of the `tokenizers` library with the ids of its special tokens looked up.
+
+    A special token that stands literally in a text becomes its id, as in Megatron-LM; what the file's
+    post-processor adds (a BOS, [CLS] ... [SEP]) is added. Truncation and padding that a tokenizer.json may ask
+    for are switched off: they belong to inference, and would silently cut documents.
+
+    Args:
+        backend: the library's tokenizer; changed in place.
+        special: which token is "eos", "bos", "pad"; a token not in the vocabulary is an error.
+        eod_error: why there is no EOD, when `special` has no "eos".
+        source: where it came from, for messages: flag and path.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        name: str,
+        special: Mapping[str, str],
+        eod_error: str,
+        source: str,
+        fingerprint: str,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.name = name
+        # Ids may have holes, so the number of entries is not always the size an embedding needs.
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        ids = {role: self._require(token, role, source) for role, token in special.items()}
+        self._eod = ids.get("eos")
+        self._eod_error = eod_error
+        self.bos = ids.get("bos")
+        self.pad = ids.get("pad")
+        self._fingerprint = fingerprint
+
+    @property
+    def eod(self) -> int:
+        if self._eod is None:
+            raise ValueError(self._eod_error)
+        return self._eod
+
+    def encode(self, text: str) -> list[int]:
+        # The batch call of one text gives the ids of `encode` without its character offsets, a third faster.
+        return list(self._backend.encode_batch_fast([check_text(text)])[0].ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode([int(token) for token in ids], skip_special_tokens=False))
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def _require(self, token: str, role: str, source: str) -> int:
+        found = self._backend.token_to_id(token)
+        if found is None:
+            raise ValueError(f"{source}: the {role} token {token!r} is not in the vocabulary")
+        return int(found)
+
+
+def gpt2_bpe_tokenizer(vocab_file: str | Path | None, merge_file: str | Path | None) -> TokenizersTokenizer:
+    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`; <|endoftext|> is BOS and EOD.
+
+    Raises:
+        ValueError: a file is missing or malformed, <|endoftext|> or one of the 256 byte symbols is not in the
+        vocabulary.
+    """
+    name = "GPT2BPETokenizer"
+    vocab = read_tokenizer_file(
+        vocab_file, flag="--vocab-file", tokenizer_type=name, what="vocab.json (encoder.json), token to id"
+    )
+    merges = read_tokenizer_file(
+        merge_file, flag="--merge-file", tokenizer_type=name, what="merges.txt (vocab.bpe)"
+    )
+    source = f"--vocab-file {vocab_file} --merge-file {merge_file}"
+    try:
+        model = BPE.from_file(str(vocab_file), str(merge_file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{source}: not a byte-level BPE's vocabulary and merges ({error})") from None
+    backend = Backend(model)
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    if backend.token_to_id(GPT2_END_OF_TEXT) is None:
+        raise ValueError(
+            f"--vocab-file {vocab_file} has no {GPT2_END_OF_TEXT}, which ends a document; add it to the "
+            "vocabulary, or "
+            "describe the tokenizer in a tokenizer.json and use --tokenizer-type HuggingFaceTokenizer"
+        )
+    # The model has no unknown token: a byte without a symbol would vanish from the text without a word.
+    missing = sorted(symbol for symbol in ByteLevel.alphabet() if backend.token_to_id(symbol) is None)
+    if missing:
+        raise ValueError(
+            f"--vocab-file {vocab_file} lacks {len(missing)} of the 256 byte symbols "
+            f"({' '.join(missing[:8])} ...): text "
+            "with those bytes would be lost; use the vocabulary of a byte-level BPE"
+        )
+    backend.add_special_tokens([GPT2_END_OF_TEXT])
+    return TokenizersTokenizer(
+        backend,
+        name=name,
+        special={"eos": GPT2_END_OF_TEXT, "bos": GPT2_END_OF_TEXT},
+        eod_error="",
+        source=source,
+        fingerprint=digest("gpt2-bpe", vocab, merges),
+    )
+
+
+def huggingface_tokenizer(path: str | Path | None) -> TokenizersTokenizer:
+    """A `tokenizer.json`, or the folder that holds one; never a name on a hub.
+
+    EOD is the eos_token of `tokenizer_config.json` or `special_tokens_map.json` beside the file; without them
+    it is the one well-known end token of the vocabulary, when there is exactly one.
+
+    Raises:
+        ValueError: no such file, or files that disagree with each other.
+    """
+    name = "HuggingFaceTokenizer"
+    if path is None:
+        raise ValueError(
+            f"--tokenizer-model is not given: --tokenizer-type {name} needs a tokenizer.json or a folder "
+            "with one"
+        )
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file() and Path(path).is_dir():
+        raise ValueError(
+            f"--tokenizer-model {path} holds no tokenizer.json. A folder with vocab.json and merges.txt is "
+            "read by "
+            "--tokenizer-type GPT2BPETokenizer --vocab-file ... --merge-file ..., one with a .model file by "
+            "--tokenizer-type SentencePieceTokenizer --tokenizer-model ..."
+        )
+    content = read_tokenizer_file(
+        file, flag="--tokenizer-model", tokenizer_type=name, what="a tokenizer.json"
+    )
+    try:
+        backend = Backend.from_str(content.decode())
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"--tokenizer-model {file} is not a tokenizer.json ({error})") from None
+    beside = {
+        sibling_name: sibling.read_bytes()
+        for sibling_name in ("special_tokens_map.json", "tokenizer_config.json")
+        if (sibling := file.parent / sibling_name).is_file()
+    }
+    special = _declared_special_tokens(file.parent, beside)
+    eod_error = ""
+    if "eos" not in special:
+        found = [token for token in END_OF_DOCUMENT_TOKENS if backend.token_to_id(token) is not None]
+        if len(found) == 1:
+            special["eos"] = found[0]
+        eod_error = (
+            f"--tokenizer-model {file} does not say which token ends a document: "
+            f"{'it has ' + ' and '.join(found) if found else 'none of the usual ones is in it'}; "
+            'write {"eos_token": "..."} to tokenizer_config.json beside it'
+        )
+    return TokenizersTokenizer(
+        backend,
+        name=name,
+        special=special,
+        eod_error=eod_error,
+        source=f"--tokenizer-model {file}",
+        fingerprint=digest(
+            "tokenizers", content, *(part for pair in sorted(beside.items()) for part in pair)
+        ),
+    )
+
+
+def _declared_special_tokens(folder: Path, files: Mapping[str, bytes]) -> dict[str, str]:
+    """Role to token, from the files beside a tokenizer.json; tokenizer_config.json has the last word."""
+    special: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if name not in files:
+            continue
+        try:
+            declared = json.loads(files[name])
+        except ValueError as error:
+            raise ValueError(f"--tokenizer-model: {folder / name} is not JSON ({error})") from None
+        for role in ("eos", "bos", "pad"):
+            # Each is independent of the others: GPT-2's bos and eos are the same token.
+            token = declared.get(f"{role}_token") if isinstance(declared, dict) else None
+            if isinstance(token, dict):
+                token = token.get("content")
+            if isinstance(token, str):
+                special[role] = token
+    return special

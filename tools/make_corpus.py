@@ -1,0 +1,216 @@
+"""Gather a corpus of real text as JSON lines, without a download.
+
+    python tools/make_corpus.py --output corpus.jsonl         # the standard library of Python: 30 MB
+    python tools/make_corpus.py --output corpus.jsonl --input ~/notes src '*.md'
+
+Each file becomes one line {"text", "source"}. Files of equal content are kept once. The order is that of a
+hash of seed and content: as good as shuffled, so that any split by position mixes all sources, and the same
+on every machine.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+
+from text_tools import Work, atomic_write, elapsed, prepare_output, progress, run_tool, say
+
+TOOL = "make_corpus 1"
+STANDARD_LIBRARY_SUFFIXES = (".py", ".txt", ".rst")
+# fmt: off
+SUFFIXES = (
+    ".py", ".pyi", ".txt", ".md", ".rst", ".tex", ".html", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh",
+    ".cs", ".f90", ".go", ".hs", ".java", ".jl", ".js", ".json", ".kt", ".lua", ".m", ".pl", ".php", ".r", ".rb",
+    ".rs", ".scala", ".sh", ".sql", ".swift", ".ts", ".toml", ".yaml", ".yml",
+)
+# fmt: on
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "node_modules", "__pycache__"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    path: Path
+    name: str  # as it will stand in the corpus: relative, the same on every machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    key: bytes  # place in the order
+    source: Source
+    size: int  # bytes of text
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON-lines file to write")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        metavar="PATH",
+        help="folders, files or glob patterns; default: the standard library of this Python",
+    )
+    parser.add_argument(
+        "--suffixes",
+        nargs="+",
+        metavar="SUFFIX",
+        help=(
+            "which files of a folder to take; default: .py .txt .rst of the standard library, else the "
+            "usual text and code"
+        ),
+    )
+    parser.add_argument(
+        "--max-megabytes", type=float, help="stop when the texts reach this size; default: no limit"
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="of the order; default 1234")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    started = time.perf_counter()
+    if arguments.max_megabytes is not None and not arguments.max_megabytes > 0:
+        raise ValueError(f"--max-megabytes {arguments.max_megabytes}: must be above 0")
+    prepare_output(arguments.output, flag="--output")
+    if arguments.input is None:
+        suffixes = arguments.suffixes or STANDARD_LIBRARY_SUFFIXES
+        sources = _folder_sources(Path(sysconfig.get_path("stdlib")), "", suffixes)
+    else:
+        sources = find_sources(arguments.input, arguments.suffixes or SUFFIXES)
+    # A corpus that is made again must not read its own last result.
+    output = arguments.output.resolve()
+    sources = [source for source in sources if source.path.resolve() != output]
+    work = Work(
+        tool=TOOL,
+        arguments={
+            "sources": hashlib.sha256("\n".join(source.name for source in sources).encode()).hexdigest(),
+            "max_megabytes": arguments.max_megabytes,
+            "seed": arguments.seed,
+        },
+        inputs=[source.path for source in sources],
+        outputs=[arguments.output],
+    )
+    if work.skip():
+        return
+    inputs_digest = work.inputs_digest()
+    documents, not_text, duplicates = read_documents(sources, seed=arguments.seed)
+    kept = choose(documents, arguments.max_megabytes)
+    if not kept:
+        raise ValueError(
+            f"--input: no text found in {len(sources)} files ({not_text} are not UTF-8 text); give other "
+            "folders or --suffixes"
+        )
+    size = write(kept, arguments.output, seed=arguments.seed)
+    work.finish(inputs_digest, documents=len(kept), text_bytes=size)
+    say(
+        f"{arguments.output}: {len(kept):,} documents, {size / 1e6:.1f} MB of text, in {elapsed(started)} "
+        f"({duplicates} duplicates and {not_text} files that are empty or not UTF-8 left out, "
+        f"{len(documents) - len(kept)} beyond --max-megabytes)"
+    )
+
+
+def find_sources(arguments: Sequence[str], suffixes: Sequence[str]) -> list[Source]:
+    """All files that the arguments name; files named themselves are taken whatever their suffix.
+
+    Raises:
+        ValueError: an argument names nothing.
+    """
+    sources: list[Source] = []
+    for argument in arguments:
+        matches = [argument] if Path(argument).exists() else sorted(glob(argument, recursive=True))
+        if not matches:
+            raise ValueError(f"--input {argument}: there is no such file or folder")
+        for match in map(Path, matches):
+            if match.is_dir():
+                sources += _folder_sources(match, match.resolve().name, suffixes)
+            else:
+                sources.append(Source(path=match, name=match.name))
+    if not sources:
+        raise ValueError(f"--input {' '.join(arguments)}: no file that ends in {' '.join(suffixes)}")
+    return sources
+
+
+def _folder_sources(folder: Path, name: str, suffixes: Sequence[str]) -> list[Source]:
+    endings = tuple(suffix.lower() for suffix in suffixes)
+    found: list[Source] = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(
+            child for child in folders if child not in SKIPPED_FOLDERS and not child.startswith(".")
+        )
+        for file in sorted(files):
+            path = Path(parent, file)
+            if file.lower().endswith(endings) and path.is_file():
+                found.append(Source(path=path, name=(Path(name) / path.relative_to(folder)).as_posix()))
+    return found
+
+
+def read_documents(sources: Sequence[Source], *, seed: int) -> tuple[list[Document], int, int]:
+    """Every distinct text, in the order of the corpus; the number of files without text; of duplicates."""
+    documents: dict[bytes, Document] = {}
+    not_text = duplicates = 0
+    with progress(len(sources), "reading", unit=" files") as bar:
+        for source in sources:
+            bar.update()
+            text = source.path.read_bytes()
+            if not text.strip() or not _is_utf8(text):
+                not_text += 1
+                continue
+            key = _key(text, seed)
+            if key in documents:
+                duplicates += 1
+            else:
+                documents[key] = Document(key=key, source=source, size=len(text))
+    return [documents[key] for key in sorted(documents)], not_text, duplicates
+
+
+def choose(documents: Sequence[Document], max_megabytes: float | None) -> Sequence[Document]:
+    """The documents up to the limit, at least one."""
+    if max_megabytes is None:
+        return documents
+    total = 0
+    for index, document in enumerate(documents):
+        total += document.size
+        if total > max_megabytes * 1e6:
+            return documents[: max(index, 1)]
+    return documents
+
+
+def write(documents: Sequence[Document], output: Path, *, seed: int) -> int:
+    """Write the corpus, whose files are read again: it need not fit in memory. Returns the bytes of text.
+
+    Raises:
+        ValueError: a file changed meanwhile.
+    """
+    total = sum(document.size for document in documents)
+    with progress(total, "writing", unit="B") as bar, atomic_write(output) as file:
+        for document in documents:
+            text = document.source.path.read_bytes()
+            if _key(text, seed) != document.key:
+                raise ValueError(f"{document.source.path} changed while it was read; run again")
+            line = json.dumps({"text": text.decode(), "source": document.source.name}, ensure_ascii=False)
+            file.write(line.encode() + b"\n")
+            bar.update(document.size)
+    return total
+
+
+def _key(text: bytes, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed}:".encode() + text).digest()
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,253 @@
+"""What the text tools share: the record of finished work, whole files or none, progress, errors.
+
+A step is skipped when its record says that the same tool, with the same arguments, made the files that lie
+there from the inputs that lie there. Anything else is made anew, and one line says why.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tqdm import tqdm
+
+# How much of each end of an output is hashed: enough to notice truncated, appended or swapped files at any
+# size, and a record can be checked in a blink even for terabytes.
+EDGE_BYTES = 1 << 20
+
+# No watching thread: the tools fork, and a thread that holds a lock at that moment would hang the child.
+tqdm.monitor_interval = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One run of a tool.
+
+    Args:
+        tool: name of the tool, with a version that is raised when its output changes.
+        arguments: everything else the output depends on, as plain JSON.
+        inputs: what is read; files are known by name, size and time of change, and are hashed by nobody.
+        outputs: what is written; the record stands beside the first.
+    """
+
+    tool: str
+    arguments: Mapping[str, Any]
+    inputs: Sequence[Path]
+    outputs: Sequence[Path]
+
+    @property
+    def record(self) -> Path:
+        return self.outputs[0].with_name(self.outputs[0].name + ".done.json")
+
+    def reason_to_run(self) -> str | None:
+        """None when the result is there and complete, else why it must be made."""
+        if not self.record.is_file():
+            return "it has not been made yet"
+        try:
+            done = json.loads(self.record.read_text())
+            recorded = (done["tool"], done["arguments"], done["inputs"], done["outputs"])
+        except (ValueError, KeyError, TypeError):
+            return f"{self.record} is not a record of this tool"
+        tool, arguments, inputs, outputs = recorded
+        if tool != self.tool:
+            return f"it was made by {tool}, this is {self.tool}"
+        wanted = json.loads(json.dumps(self.arguments))
+        if arguments != wanted:
+            return f"it was made with other arguments: {_difference(arguments, wanted)}"
+        if inputs != _inputs_digest(self.inputs):
+            return "the input has changed"
+        for path in self.outputs:
+            if not path.is_file():
+                return f"{path} is not there"
+            if outputs.get(path.name) != _output_state(path):
+                return f"{path} is not the file that was written"
+        return None
+
+    def skip(self) -> bool:
+        """True, with a line, when there is nothing to do; otherwise the record, no longer true, is removed."""
+        reason = self.reason_to_run()
+        names = ", ".join(str(path) for path in self.outputs)
+        if reason is None:
+            say(f"{names}: already there and complete")
+            return True
+        if self.record.exists():
+            say(f"{names}: made again, {reason}")
+            self.record.unlink()
+        return False
+
+    def finish(self, inputs_digest: str, **summary: Any) -> None:
+        """Write the record; `inputs_digest` was taken before the input was read."""
+        done = {
+            "tool": self.tool,
+            "arguments": self.arguments,
+            "inputs": inputs_digest,
+            "outputs": {path.name: _output_state(path) for path in self.outputs},
+            "summary": summary,
+        }
+        with atomic_write(self.record) as file:
+            file.write((json.dumps(done, indent=1) + "\n").encode())
+
+    def inputs_digest(self) -> str:
+        return _inputs_digest(self.inputs)
+
+
+def _inputs_digest(paths: Sequence[Path]) -> str:
+    result = hashlib.sha256()
+    for path in paths:
+        state = path.stat()
+        result.update(json.dumps([path.name, state.st_size, state.st_mtime_ns]).encode())
+    return result.hexdigest()
+
+
+def _output_state(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    result = hashlib.sha256()
+    with path.open("rb") as file:
+        result.update(file.read(EDGE_BYTES))
+        file.seek(max(EDGE_BYTES, size - EDGE_BYTES))
+        result.update(file.read(EDGE_BYTES))
+    return {"bytes": size, "edges_sha256": result.hexdigest()}
+
+
+def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    return ", ".join(f"{key} {old.get(key)!r}, now {new.get(key)!r}" for key in changed)
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that gets its name when the block ends well, and vanishes when it does not."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def progress(total: int, what: str, *, unit: str) -> "tqdm[Any]":
+    """A progress bar with rate and ETA on stderr; into a log file it prints a line every ten seconds only.
+
+    Args:
+        unit: "B" for bytes, which are shown as kB, MB, GB.
+    """
+    interval = 0.2 if sys.stderr.isatty() else 10.0
+    return tqdm(
+        total=total,
+        desc=what,
+        unit=unit,
+        unit_scale=True,
+        mininterval=interval,
+        maxinterval=interval,
+        file=sys.stderr,
+    )
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def elapsed(since: float) -> str:
+    return f"{time.perf_counter() - since:.1f} s"
+
+
+def find_files(arguments: Sequence[str], *, flag: str) -> list[Path]:
+    """The files that paths and glob patterns name, in the order given, a pattern's matches sorted.
+
+    Raises:
+        ValueError: one names nothing, or a folder.
+    """
+    found: list[Path] = []
+    for argument in arguments:
+        matches = [argument] if Path(argument).exists() else sorted(glob.glob(argument, recursive=True))
+        if not matches:
+            raise ValueError(f"{flag} {argument}: there is no such file")
+        for match in matches:
+            if Path(match).is_dir():
+                raise ValueError(
+                    f"{flag} {match}: is a folder; name the files, for example '{match}/*.jsonl'"
+                )
+            found.append(Path(match))
+    return found
+
+
+def prepare_output(path: Path, *, flag: str) -> None:
+    """Create the folder of an output.
+
+    Raises:
+        ValueError: the path cannot be written.
+    """
+    if path.is_dir():
+        raise ValueError(f"{flag} {path}: is a folder; give the path of a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: its folder cannot be made ({error.strerror})") from None
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{flag} {path}: its folder cannot be written")
+
+
+def read_text(line: bytes, where: str) -> dict[str, Any]:
+    """One line of JSON lines as an object.
+
+    Args:
+        where: file and line, for messages.
+
+    Raises:
+        ValueError: invalid UTF-8, invalid JSON, or not an object.
+    """
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where}: byte {error.start + 1} of the line is not valid UTF-8; convert the file to UTF-8"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where}: not valid JSON: {error.msg} at character {error.pos + 1} of the line"
+        ) from None
+    except RecursionError:
+        raise ValueError(f"{where}: JSON nested too deeply") from None
+    if not isinstance(record, dict):
+        raise ValueError(f'{where}: {type(record).__name__} instead of an object such as {{"text": "..."}}')
+    return record
+
+
+def text_of(record: Mapping[str, Any], key: str, where: str) -> str:
+    """The text under a key of a record.
+
+    Raises:
+        ValueError: no such key, or no text under it.
+    """
+    if key not in record:
+        keys = ", ".join(map(repr, list(record)[:10])) or "none"
+        raise ValueError(f"{where}: the record has no key {key!r}; its keys: {keys}")
+    text = record[key]
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: the value of {key!r} is {type(text).__name__}, it must be a string")
+    return text
+
+
+def run_tool(main: Callable[[], None]) -> None:
+    """Call a tool's main; a user's error becomes one line on stderr and exit status 1, Ctrl-C status 130."""
+    try:
+        main()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        print(f"error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was left behind", file=sys.stderr)
+        sys.exit(130)
