@@ -19,6 +19,7 @@ from megatron.config.yaml_file import Entry, dump_yaml, normal_key, read_yaml, v
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
 
+_LONGEST_METAVAR = 70
 _CONFIG, _PRINT_CONFIG = "--config", "--print-config"
 
 
@@ -42,7 +43,7 @@ def parse_arguments(
         argv: words after the program's name; those of the process when None.
         extra_args_provider: adds a program's own arguments to the parser that it is given.
         world_size: number of processes, when a launcher has started them.
-        purpose: which rules must hold; `--print-parallel-groups --world-size N` needs only those of the layout.
+        purpose: which rules must hold; `--print-parallel-groups --world-size N` needs the layout only.
         check_files: whether tokenizer files and corpora must be there.
         say: receives the line about accepted flags and the printed configuration; silent ranks pass another.
 
@@ -289,7 +290,17 @@ class _Reader:
             reason = f"only {known.already}"
             works = f"{name} {' or '.join(known.values or ())}".strip() + "; or leave it out"
         words = " ".join(group.words[:4]) + (" ..." if len(group.words) > 4 else "")
-        self.problems.append(Problem(flags=(group.shown,), value=words, rule=reason, works=works))
+        self._refuse_together(group.shown, words, reason, works)
+
+    def _refuse_together(self, flag: str, words: str, reason: str, works: str) -> None:
+        """Flags that are refused for one reason make one problem."""
+        for index, problem in enumerate(self.problems):
+            if (problem.rule, problem.works) == (reason, works) and flag not in problem.flags:
+                value = f"{problem.value}, {flag} {words}".rstrip()
+                merged = replace(problem, flags=(*problem.flags, flag), value=value)
+                self.problems[index] = merged
+                return
+        self.problems.append(Problem(flags=(flag,), value=words, rule=reason, works=works))
 
     def _refuse(self, flags: tuple[str, ...], rule: str, option: Option, value: str = "") -> None:
         self.problems.append(Problem(flags=flags, value=value, rule=rule, works=_usage(option)))
@@ -494,7 +505,10 @@ def _help(extra: argparse.ArgumentParser) -> str:
         if option.kind == "switch":
             group.add_argument(option.shown, action="store_true", help=text)
         else:
-            group.add_argument(option.name, metavar=_metavar(option), help=text)
+            metavar = _metavar(option)
+            if len(metavar) > _LONGEST_METAVAR:
+                metavar, text = "NAME", f"{text} One of {', '.join(option.choices)}."
+            group.add_argument(option.name, metavar=metavar, help=text)
         for name, value in option.flag.constants.items():
             group.add_argument(name, action="store_true", help=f"The same as {option.name} {value}.")
     return parser.format_help()

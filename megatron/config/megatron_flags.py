@@ -44,7 +44,6 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
         "batch size and learning rate are always written",
         "--log-batch-size-to-tensorboard --log-learning-rate-to-tensorboard",
     ),
-    ("a NaN is printed and does not stop the run", "--no-check-for-nan-in-loss-and-grad"),
     ("there is no re-run machine", "--rerun-mode=disabled"),
     ("--load with nothing to load is an error", "--exit-on-missing-checkpoint"),
     ("rotary positions come without learned ones", "--no-position-embedding"),
@@ -157,6 +156,11 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--tensor-model-parallel-size",
         "--tensor-parallel-num-weight-shards --gtp-*",
     ),
+    (
+        "gradients always lie in contiguous buffers",
+        "leave it out",
+        "--no-contiguous-buffers-in-local-ddp",
+    ),
     # memory
     (
         f"recomputing or offloading activations {_LATER}",
@@ -196,10 +200,11 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--disable-bf16-reduced-precision-matmul",
     ),
     # implementations
+    ("there is one implementation of the model", "leave it out", "--use-legacy-models"),
     (
         "Transformer Engine and Apex are not used: the same model is built from this project's own layers",
         "leave it out",
-        "--transformer-impl --use-legacy-models --use-te-activation-func "
+        "--transformer-impl --use-te-activation-func "
         "--use-transformer-engine-op-fuser --te-rng-tracker --DDP-impl",
     ),
     (
@@ -467,8 +472,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
         _FORK,
         "--torch-compile",
-        "--use-torch-compile --jit-compile --use-torch-compiled-autograd "
-        "--compiled-autograd-fallback-mode",
+        "--use-torch-compile --jit-compile --use-torch-compiled-autograd --compiled-autograd-fallback-mode",
     ),
     (
         _FORK,

@@ -22,7 +22,7 @@ class Problem:
     def __str__(self) -> str:
         head = self.flags[0] if self.flags else ""
         if self.value is not None and self.value != "":
-            head = f"{head} {self.value}".strip()
+            head = f"{head}{'' if str(self.value).startswith(',') else ' '}{self.value}".strip()
         text = f"{head}: {self.rule}" if head else self.rule
         return f"{text}\n      Works: {self.works}" if self.works else text
 

@@ -43,6 +43,7 @@ class TokenizerConfig:
             later=(
                 "BertWordPieceLowerCase",
                 "BertWordPieceCase",
+                "BertWordPieceTokenizer",
                 "TikTokenizer",
                 "MultimodalTokenizer",
                 "NullMultimodalTokenizer",

@@ -46,6 +46,9 @@ class TrainingConfig:
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"] = field(
         default="SIGTERM", metadata=flag("The signal of --exit-signal-handler.")
     )
+    check_for_nan_in_loss_and_grad: bool = field(
+        default=True, metadata=flag("Stop when a loss or the gradient norm is not finite.")
+    )
     torch_compile: bool = field(default=False, metadata=flag("Compile each transformer layer."))
 
     @property

@@ -98,6 +98,6 @@ def dump_yaml(values: Mapping[str, Mapping[str, Any]], origins: Mapping[tuple[st
     for section, fields in values.items():
         lines.append(f"{section}:")
         for field, value in fields.items():
-            text = yaml.safe_dump({field: value}, default_flow_style=None, width=10_000).strip()
-            lines.append(f"  {text:<58} # {origins[section, field]}")
+            text = yaml.safe_dump([value], default_flow_style=True, width=10_000).strip()[1:-1]
+            lines.append(f"  {f'{field}: {text}':<58} # {origins[section, field]}")
     return "\n".join(lines) + "\n"

@@ -1,0 +1,250 @@
+"""Reading the command line: spellings, values, conflicts, a program's own arguments, help."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+
+from megatron.config import ConfigError, MegatronConfig, parse_arguments
+from megatron.config.arguments import _Group, _Reader
+from megatron.config.megatron_config import all_options, section_classes
+from megatron.config.options import read_words
+from tests.config.conftest import Parse, Refused, command_line
+
+
+def field_of(config: MegatronConfig, name: str) -> object:
+    sections = [getattr(config, section) for section in section_classes()]
+    return next(getattr(section, name) for section in sections if name in type(section).__slots__)
+
+
+@pytest.mark.parametrize(
+    "line, fields",
+    [
+        ("--override-opt_param-scheduler --load x", {"override_opt_param_scheduler": True}),
+        ("--override-opt-param-scheduler --load x", {"override_opt_param_scheduler": True}),
+        ("--num_layers 4", {"num_layers": 4}),
+        ("--num-layers=4", {"num_layers": 4}),
+        ("--num-layers 4 --num-layers 6", {"num_layers": 6}),
+        ("--train-iters 1_000", {"train_iters": 1000}),
+        ("--train-iters 1e3", {"train_iters": 1000}),
+        ("--weight-decay .1", {"weight_decay": 0.1}),
+        ("--eval-iters -1", {"eval_iters": -1}),
+        ("--null-tokenizer-pad-id -1", {"null_tokenizer_pad_id": -1}),
+        ("--window-size -1 0", {"window_size": (-1, 0)}),
+        ("--window-size -1,0", {"window_size": (-1, 0)}),
+        ("--window-size (15,0)", {"window_size": (15, 0)}),
+        ("--disable-bias-linear", {"add_bias_linear": False}),
+        ("--disable-bias-linear --add-bias-linear", {"add_bias_linear": True}),
+        ("--no-save-optim --no-save-rng", {"save_optim": False, "save_rng": False}),
+        ("--no-mmap-bin-files", {"mmap_bin_files": False}),
+        ("--no-calculate-per-token-loss", {"calculate_per_token_loss": False}),
+        ("--no-log-loss-scale-to-tensorboard", {"log_loss_scale_to_tensorboard": False}),
+        ("--disable-log-loss-scale-to-tensorboard", {"log_loss_scale_to_tensorboard": False}),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --no-sequence-parallel",
+            {"sequence_parallel": False},
+        ),
+        ("--bf16", {"precision": "bf16"}),
+        ("--fp64", {"precision": "fp64"}),
+        (
+            "",
+            {
+                "precision": "fp32",
+                "activation": "gelu_tanh",
+                "seed": 1234,
+                "hidden_dropout": 0.1,
+                "clip_grad": 1.0,
+            },
+        ),
+        ("--swiglu", {"activation": "swiglu"}),
+        ("--squared-relu", {"activation": "squared_relu"}),
+        ("--openai-gelu", {"activation": "gelu_tanh"}),
+        ("--no-bias-gelu-fusion", {"activation": "gelu"}),
+        ("--swiglu --no-bias-gelu-fusion", {"activation": "swiglu"}),
+        ("--no-bias-gelu-fusion --openai-gelu", {"activation": "gelu_tanh"}),
+        ("--use-rotary-position-embeddings", {"position_embedding_type": "rope"}),
+        (
+            "--use-rotary-position-embeddings --position-embedding-type rope",
+            {"position_embedding_type": "rope"},
+        ),
+        ("--batch-size 4", {"micro_batch_size": 4}),
+        ("--model-parallel-size 2", {"tensor_model_parallel_size": 2}),
+        ("--warmup .01", {"lr_warmup_fraction": 0.01}),
+        ("--layernorm-epsilon 1e-6", {"norm_epsilon": 1e-6}),
+        ("--rampup-batch-size 4 4 100 --train-samples 9999", {"rampup_batch_size": (4, 4, 100)}),
+    ],
+)
+def test_flags_are_read_as_megatron_lm_users_write_them(
+    parse: Parse, line: str, fields: Mapping[str, object]
+) -> None:
+    without = {"--batch-size": "--micro-batch-size", "--rampup": "--train-iters"}
+    config = parse(line, without=" ".join(name for flag, name in without.items() if line.startswith(flag)))
+    assert {name: field_of(config, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("--bf16 --fp16", ["--fp16", "--bf16", "precision"]),
+        ("--swiglu --squared-relu", ["--swiglu", "--squared-relu", "activation"]),
+        ("--activation gelu --swiglu", ["--activation", "--swiglu"]),
+        ("--use-rotary-position-embeddings --position-embedding-type alibi", ["--position-embedding-type"]),
+        ("--model-parallel-size 2 --tensor-model-parallel-size 4", ["--model-parallel-size"]),
+        ("--hidden-size 64 65", ["--hidden-size 64 65", "one word"]),
+        ("--hidden-size", ["--hidden-size", "none given"]),
+        ("--window-size 3", ["--window-size 3", "2 words"]),
+        ("--sequence-parallel yes", ["--sequence-parallel", "'yes'"]),
+        ("--lr nan", ["--lr nan", "a number"]),
+        ("--num-layers 2.5", ["--num-layers 2.5", "a whole number"]),
+        ("--normalization rmsnorm", ["--normalization rmsnorm", "nearest: RMSNorm"]),
+        ("--position-embedding-type yarn", ["yarn", "not available in this version", "rope"]),
+        ("--optimizer muon", ["muon", "not available in this version", "adam | sgd"]),
+        ("--hiden-size 3", ["--hiden-size", "not a known flag", "--hidden-size is the nearest"]),
+        ("--Swiglu", ["--Swiglu", "--swiglu is the nearest"]),
+        ("--hidden 3", ["--hidden", "not a known flag"]),
+        ("-lr 3", ["-lr", "--lr is the nearest"]),
+        ("--qwertyuiop", ["--qwertyuiop", "--help lists"]),
+        ("--no-position-embedding", ["--no-position-embedding", "rope or none"]),
+        (
+            "--load x --load-if-exists --exit-on-missing-checkpoint",
+            ["--exit-on-missing-checkpoint", "opposite"],
+        ),
+        (
+            "--bf16 --use-flash-attn",
+            ["--use-flash-attn", "--attention-dropout 0.1", "--fast-attention-dropout"],
+        ),
+        ("--attention-backend unfused", ["--attention-backend unfused", "scaled_dot_product_attention"]),
+        (
+            "--transformer-impl transformer_engine",
+            ["--transformer-impl", "Transformer Engine", "leave it out"],
+        ),
+        ("--moe-grouped-gemm --num-experts 8", ["--moe-grouped-gemm, --num-experts 8: mixture of experts"]),
+    ],
+)
+def test_a_flag_that_cannot_be_honoured_is_refused(refused: Refused, line: str, words: list[str]) -> None:
+    text = refused(line)
+    for word in words:
+        assert word in text
+
+
+def test_words_before_any_flag_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'pile'.*stands alone"):
+        parse_arguments(["pile", *command_line()])
+
+
+def test_accepted_flags_are_said_in_one_line() -> None:
+    said: list[str] = []
+    line = "--use-mcore-models --transformer-impl local --no-rope-fusion --use-flash-attn"
+    parse_arguments(command_line(f"{line} --bf16 --attention-dropout 0"), say=said.append)
+    assert said == [
+        "Accepted, and already so in this version: "
+        "--use-mcore-models, --transformer-impl local, --no-rope-fusion, --use-flash-attn"
+    ]
+
+
+def test_a_program_adds_its_own_arguments() -> None:
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        group = parser.add_argument_group("mine")
+        group.add_argument("--my_path", required=True)
+        group.add_argument("--my-weights", type=float, nargs="+", default=[1.0])
+        group.add_argument("--num-experts", type=int, default=2)
+        return parser
+
+    line = command_line("--my-path here --my_weights -1 .5 --num-experts 4")
+    config, extra = parse_arguments(line, provider)
+    assert config.model.num_layers == 8
+    assert vars(extra) == {"my_path": "here", "my_weights": [-1.0, 0.5], "num_experts": 4}
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(command_line("--lr x --my-weights a"), provider)
+    assert "--lr x" in str(caught.value)
+    assert "--my-weights" in str(caught.value)
+
+
+def test_a_program_cannot_add_a_flag_that_exists() -> None:
+    def provider(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--lr")
+
+    with pytest.raises(ValueError, match="--lr, which every program has"):
+        parse_arguments(command_line(), provider)
+
+
+def test_defaults_of_a_program_are_weaker_than_flags() -> None:
+    line = command_line("", "--tokenizer-type")
+    config, _ = parse_arguments(line, defaults={"tokenizer_type": "NullTokenizer", "seed": 7, "swiglu": True})
+    assert (config.tokenizer.tokenizer_type, config.training.seed, config.model.gated) == (
+        "NullTokenizer",
+        7,
+        True,
+    )
+    config, _ = parse_arguments(
+        [*line, "--seed", "8", "--activation", "gelu"],
+        defaults={"seed": 7, "swiglu": True, "tokenizer_type": "NullTokenizer"},
+    )
+    assert (config.training.seed, config.model.activation) == (8, "gelu")
+
+
+def test_the_started_processes_become_the_world_size(parse: Parse) -> None:
+    assert parse("", world_size=4).parallel.world_size == 4
+    assert parse("--world-size 4", world_size=4).parallel.world_size == 4
+    assert parse("").parallel.world_size is None
+
+
+def test_printing_the_groups_of_any_world_needs_neither_model_nor_data() -> None:
+    line = (
+        "--tensor-model-parallel-size 8 --context-parallel-size 2 --world-size 1536 --print-parallel-groups"
+    )
+    config, _ = parse_arguments(line.split(), world_size=1)
+    assert config.data_parallel_size() == 96
+    with pytest.raises(ConfigError, match="16 processes, which do not divide the 1535"):
+        parse_arguments(line.replace("1536", "1535").split())
+
+
+def test_another_purpose_needs_no_training_flags() -> None:
+    line = command_line("", "--mock-data --train-iters")
+    config, _ = parse_arguments(line, purpose="model")
+    assert config.model.num_layers == 8
+
+
+def test_help_shows_every_option_in_its_group_with_its_default() -> None:
+    said: list[str] = []
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments(
+            ["--help"], lambda parser: parser.add_argument("--mine", help="My own.") and None, say=said.append
+        )
+    assert stopped.value.code == 0
+    text = " ".join(said[0].split())
+    for option in all_options():
+        assert option.shown in text
+        assert text.index(f" {option.section}: ") < text.index(f"{option.shown} ")
+    assert "--seed N Seed of weights, data order and dropout. (default: 1234)" in text
+    assert "--disable-bias-linear Turn off: biases of the linear layers. (default: on)" in text
+    assert "--num-layers N Transformer layers. (required)" in text
+    assert "--mine MINE My own." in text
+    assert max(len(line) for line in said[0].splitlines()) <= 118
+
+
+def test_field_names_are_unique_over_sections() -> None:
+    names = [option.field for option in all_options()]
+    assert len(names) == len(set(names))
+
+
+def test_every_option_can_be_set_by_its_field_name() -> None:
+    samples = {"number": "3", "fraction": "0.5", "text": "word", "switch": ""}
+    for option in all_options():
+        word = option.choices[0] if option.choices else samples[option.kind]
+        count = option.flag.words if isinstance(option.flag.words, int) else 1
+        reader = _Reader(extra_options={})
+        reader.read_flags([_Group(name=f"--{option.field}", words=[word] * count if word else [])])
+        assert reader.problems == []
+        expected = read_words(option, [word] * count) if word else True
+        assert reader.value(option.field) == expected
+
+
+def test_a_configuration_cannot_be_changed(parse: Parse) -> None:
+    config = parse()
+    for option in all_options():
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(getattr(config, option.section), option.field, None)

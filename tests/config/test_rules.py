@@ -1,0 +1,371 @@
+"""Each rule refuses what breaks it, names flag, value and rule, and says what works; and that does work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config import ConfigError, TransformerConfig, parse_arguments
+from tests.config.conftest import Parse, Refused, command_line
+
+# line, flags left out of the right command line, processes, words of the refusal
+REFUSED = [
+    # the model
+    (
+        "--hidden-size 60 --num-attention-heads 8",
+        "",
+        None,
+        ["--hidden-size 60", "--num-attention-heads 8", "56 or 64"],
+    ),
+    ("--num-attention-heads 0", "", None, ["--num-attention-heads 0", "at least 1"]),
+    ("--num-query-groups 4", "", None, ["--num-query-groups 4", "--group-query-attention"]),
+    (
+        "--group-query-attention --num-query-groups 3",
+        "",
+        None,
+        ["--num-query-groups 3", "divide", "1, 2 or 4"],
+    ),
+    ("--hidden-dropout 1", "", None, ["--hidden-dropout 1.0", "probability"]),
+    ("--attention-dropout -0.1", "", None, ["--attention-dropout -0.1", "probability"]),
+    ("--fast-attention-dropout --attention-dropout 0", "", None, ["--fast-attention-dropout", "is 0"]),
+    (
+        "--rotary-percent 0.5",
+        "",
+        None,
+        ["--rotary-percent", "learned_absolute", "--position-embedding-type rope"],
+    ),
+    ("--position-embedding-type rope --rotary-percent 1.5", "", None, ["--rotary-percent 1.5", "at most 1"]),
+    ("--position-embedding-type rope --rotary-percent 0.4", "", None, ["rotates 3 of the 8", "even"]),
+    ("--rope-scaling-factor 4", "", None, ["--rope-scaling-factor 4.0", "--use-rope-scaling"]),
+    ("--window-size 4 1", "", None, ["--window-size 4 1", "back only"]),
+    ("--window-size -2 0", "", None, ["--window-size -2 0", "--window-size -1 0"]),
+    ("--norm-epsilon 0", "", None, ["--norm-epsilon 0.0", "more than 0"]),
+    ("--seq-length 64", "", None, ["--seq-length 64", "--max-position-embeddings 32"]),
+    ("", "--max-position-embeddings", None, ["--max-position-embeddings", "32 or more"]),
+    # parallelism
+    (
+        "--tensor-model-parallel-size 3 --ffn-hidden-size 240",
+        "",
+        3,
+        ["--num-attention-heads 8", "parallel-size 3", "6 or 9", "1, 2 or 4"],
+    ),
+    (
+        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 6 "
+        "--num-attention-heads 12 --hidden-size 96 --global-batch-size 4",
+        "",
+        8,
+        ["--num-query-groups 6", "parallel-size 4", "4 or 8"],
+    ),
+    ("--ffn-hidden-size 101 --tensor-model-parallel-size 2", "", 2, ["--ffn-hidden-size 101", "100 or 102"]),
+    ("--sequence-parallel", "", 1, ["--sequence-parallel", "--tensor-model-parallel-size is 1"]),
+    (
+        "--sequence-parallel --tensor-model-parallel-size 2 --seq-length 31",
+        "",
+        2,
+        ["--seq-length 31", "30 or 32"],
+    ),
+    (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        "",
+        6,
+        ["2 x pipeline 2", "4 processes", "the 6 started", "4 or 8"],
+    ),
+    ("--context-parallel-size 2", "", 2, ["--context-parallel-size 2", "not available in this version"]),
+    ("--world-size 4", "", 8, ["--world-size 4", "8 processes"]),
+    (
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "",
+        None,
+        ["--num-virtual-stages-per-pipeline-rank 2", "is 1"],
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--num-layers-per-virtual-pipeline-stage 2",
+        "",
+        2,
+        ["--num-layers-per-virtual-pipeline-stage 2", "the same", "one of the two"],
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6",
+        "",
+        2,
+        ["--global-batch-size 6", "3 micro-batches", "groups of 2"],
+    ),
+    (
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 2",
+        "",
+        4,
+        ["--microbatch-group-size-per-virtual-pipeline-stage 2", "at least", "4"],
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tttttL "
+        "--decoder-first-pipeline-num-layers 3",
+        "",
+        2,
+        ["--decoder-first-pipeline-num-layers 3", "--pipeline-model-parallel-layout"],
+    ),
+    ("--decoder-last-pipeline-num-layers 3", "", 1, ["--decoder-last-pipeline-num-layers 3", "2 or more"]),
+    ("--pipeline-model-parallel-size 9", "", 9, ["--num-layers 8", "9"]),
+    # batches
+    ("--global-batch-size 18", "", 4, ["--global-batch-size 18", "2 x data-parallel size 4 = 8", "16 or 24"]),
+    ("", "--micro-batch-size", 4, ["--micro-batch-size", "must be given"]),
+    ("--micro-batch-size 0", "", 4, ["--micro-batch-size 0", "at least 1"]),
+    # the horizon and the schedules
+    ("--train-samples 100", "", None, ["--train-iters 100", "--train-samples 100", "one of the two"]),
+    ("", "--train-iters", None, ["--train-iters", "length of the run"]),
+    ("", "--lr", None, ["--lr", "must be given"]),
+    ("--lr 0", "", None, ["--lr 0.0", "more than 0"]),
+    ("--min-lr 1", "", None, ["--min-lr 1.0", "--lr 0.001"]),
+    ("--lr-decay-samples 10", "", None, ["--lr-decay-samples 10", "--train-iters 100", "--lr-decay-iters N"]),
+    ("--lr-warmup-samples 10", "", None, ["--lr-warmup-samples 10", "--lr-warmup-iters N"]),
+    (
+        "--train-samples 800 --lr-decay-iters 9",
+        "--train-iters",
+        None,
+        ["--lr-decay-iters 9", "--lr-decay-samples N"],
+    ),
+    ("--lr-warmup-iters 100", "", None, ["--lr-warmup-iters 100", "--train-iters 100"]),
+    ("--lr-warmup-iters 50 --lr-decay-iters 50", "", None, ["--lr-warmup-iters 50", "--lr-decay-iters 50"]),
+    (
+        "--lr-warmup-iters 5 --lr-warmup-fraction 0.1",
+        "",
+        None,
+        ["--lr-warmup-iters 5", "--lr-warmup-fraction 0.1"],
+    ),
+    ("--lr-warmup-fraction 1", "", None, ["--lr-warmup-fraction 1.0", "less than 1"]),
+    ("--lr-decay-style WSD", "", None, ["--lr-decay-style WSD", "--lr-wsd-decay-iters N"]),
+    ("--lr-wsd-decay-iters 5", "", None, ["--lr-wsd-decay-iters 5", "linear"]),
+    (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 95 --lr-warmup-iters 10",
+        "",
+        None,
+        ["--lr-wsd-decay-iters 95", "90 or less"],
+    ),
+    ("--start-weight-decay 0.1", "", None, ["--start-weight-decay 0.1", "constant"]),
+    (
+        "--weight-decay-incr-style linear --start-weight-decay 0",
+        "",
+        None,
+        ["--end-weight-decay", "both ends"],
+    ),
+    ("--adam-beta2 1", "", None, ["--adam-beta2 1.0", "less than 1"]),
+    ("--clip-grad -1", "", None, ["--clip-grad -1.0", "negative"]),
+    ("--loss-scale 128 --bf16", "", None, ["--loss-scale 128.0", "only fp16", "bf16"]),
+    ("--fp16 --loss-scale 128 --hysteresis 3", "", None, ["--hysteresis 3", "--loss-scale 128.0"]),
+    # data and tokenizer
+    ("--data-path corpus", "", None, ["--mock-data", "--data-path"]),
+    ("", "--mock-data", None, ["--data-path", "nothing to train on", "--mock-data"]),
+    ("--null-tokenizer-eod-id 100", "", None, ["--null-tokenizer-eod-id 100", "less than --vocab-size 100"]),
+    ("--padded-vocab-size 99", "", None, ["--padded-vocab-size 99", "--vocab-size 100"]),
+    ("", "--vocab-size", None, ["--vocab-size", "NullTokenizer is made from"]),
+    ("--merge-file m.txt", "", None, ["--merge-file m.txt", "NullTokenizer does not use it"]),
+    # checkpoints and reports
+    ("--save-interval 10", "", None, ["--save-interval 10", "--save DIR"]),
+    ("--finetune", "", None, ["--finetune", "--load DIR"]),
+    ("--ckpt-step 3", "", None, ["--ckpt-step 3", "--load DIR"]),
+    ("--no-load-optim", "", None, ["--no-load-optim", "--load DIR"]),
+    (
+        "--load x --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
+        "",
+        None,
+        ["--override-opt_param-scheduler", "opposite"],
+    ),
+    ("--log-interval 0", "", None, ["--log-interval 0", "at least 1"]),
+    ("--timing-log-level 3", "", None, ["--timing-log-level 3", "0, 1 or 2"]),
+    ("--log-timers-to-tensorboard", "", None, ["--log-timers-to-tensorboard", "--tensorboard-dir DIR"]),
+    ("--exit-signal SIGINT", "", None, ["--exit-signal SIGINT", "--exit-signal-handler"]),
+    ("--eval-iters -2", "", None, ["--eval-iters -2", "0 or -1"]),
+    ("--seed -1", "", None, ["--seed -1"]),
+]
+
+
+@pytest.mark.parametrize(
+    "line, without, world_size, words", REFUSED, ids=[row[0] or row[1] for row in REFUSED]
+)
+def test_a_broken_rule_is_refused_in_words(
+    refused: Refused, line: str, without: str, world_size: int | None, words: list[str]
+) -> None:
+    text = refused(line, without=without, world_size=world_size)
+    for word in words:
+        assert word in text
+
+
+WORKS = [
+    ("--hidden-size 60 --num-attention-heads 8 --kv-channels 7", 1),
+    ("--group-query-attention --num-query-groups 4 --tensor-model-parallel-size 2", 2),
+    ("--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 8 --global-batch-size 16", 8),
+    ("--position-embedding-type rope --seq-length 4096", 1),
+    ("--position-embedding-type rope --rotary-percent 0.5 --use-rope-scaling --rope-scaling-factor 32", 1),
+    ("--window-size -1 0", 1),
+    ("--window-size 15,0", 1),
+    ("--tensor-model-parallel-size 2 --sequence-parallel", 4),
+    ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2),
+    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", 2),
+    ("--pipeline-model-parallel-size 3", 3),
+    ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3", 2),
+    ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tttttL", 2),
+    ("--pipeline-model-parallel-size 2 --pipeline-schedule gpipe", 2),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 90 --lr-warmup-iters 10", 1),
+    ("--weight-decay-incr-style cosine --start-weight-decay 0.01 --end-weight-decay 0.1", 1),
+    ("--fp16 --initial-loss-scale 65536 --loss-scale-window 500", 1),
+    ("--padded-vocab-size 128 --tensor-model-parallel-size 2", 2),
+    ("--lr-decay-iters 990000", 1),
+    ("--load x --load-if-exists --save x --save-interval 10", 1),
+    ("--vocab-size 50257 --tensor-model-parallel-size 8 --make-vocab-size-divisible-by 1", 8),
+]
+
+
+@pytest.mark.parametrize("line, world_size", WORKS)
+def test_what_keeps_the_rules_is_accepted(parse: Parse, line: str, world_size: int) -> None:
+    parse(line, world_size=world_size)
+
+
+def test_all_problems_are_reported_at_once(refused: Refused) -> None:
+    text = refused(
+        "--hidden-size 60 --tensor-model-parallel-size 3 --lr 1e-3x --train-samples 7 --num-experts 8 "
+        "--hiden-size 3 --global-batch-size 7",
+        world_size=6,
+        problems=7,
+    )
+    for words in ("60", "parallel-size 3", "1e-3x", "--train-samples 7", "--num-experts 8", "--hiden-size"):
+        assert words in text
+    assert text.startswith("7 problems in the configuration:")
+
+
+def test_a_rule_about_an_unreadable_value_is_not_reported_on_top(refused: Refused) -> None:
+    text = refused("--hidden-size big --tensor-model-parallel-size 2", world_size=2)
+    assert "--hidden-size big: must be a whole number" in text
+
+
+def test_every_flag_named_in_a_refusal_exists(parse: Parse) -> None:
+    from megatron.config.arguments import _spellings
+    from megatron.config.megatron_flags import known_flag
+
+    for line, without, world_size, _ in REFUSED:
+        with pytest.raises(ConfigError) as caught:
+            parse(line, without=without, world_size=world_size)
+        for word in str(caught.value).replace(";", " ").replace(",", " ").replace(":", " ").split():
+            if word.startswith("--"):
+                name = word.replace("_", "-").strip(".)('")
+                assert name in _spellings() or known_flag(name), word
+
+
+@pytest.mark.parametrize(
+    "ramp, batch, micro, replicas, words",
+    [
+        ("32 4 100", 32, 2, 2, ["START 32 must be less than --global-batch-size 32", "leave out"]),
+        (
+            "10 3 100",
+            32,
+            1,
+            1,
+            ["from 10 to --global-batch-size 32 is 22", "INCREMENT 3", "10 2 100", "31 or"],
+        ),
+        ("6 4 100", 30, 2, 2, ["START 6", "2 x data-parallel size 2 = 4"]),
+        ("4 6 100", 28, 2, 2, ["INCREMENT 6", "2 x data-parallel size 2 = 4"]),
+        ("0 6 100", 12, 1, 1, ["at least 1"]),
+    ],
+)
+def test_a_batch_ramp_that_cannot_be_is_refused(
+    refused: Refused, ramp: str, batch: int, micro: int, replicas: int, words: list[str]
+) -> None:
+    wrong_batch = batch % (micro * replicas) != 0
+    text = refused(
+        f"--train-samples 9999 --rampup-batch-size {ramp} --global-batch-size {batch} "
+        f"--micro-batch-size {micro}",
+        without="--train-iters",
+        world_size=replicas,
+        problems=2 if wrong_batch else 1,
+    )
+    for word in words:
+        assert word in text
+
+
+def test_a_batch_ramp_counts_samples(refused: Refused) -> None:
+    text = refused("--rampup-batch-size 8 4 100", world_size=1)
+    assert "--train-samples 1600 in place of --train-iters 100" in text
+
+
+def test_every_batch_of_a_ramp_must_suit_the_interleaved_schedule(refused: Refused, parse: Parse) -> None:
+    line = (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --train-samples 9999 "
+        "--micro-batch-size 1 --global-batch-size 16 --rampup-batch-size {} 100"
+    )
+    text = refused(line.format("5 1"), without="--train-iters", world_size=2)
+    assert "--global-batch-size 5: makes 5 micro-batches" in text
+    parse(line.format("4 2"), without="--train-iters", world_size=2)
+
+
+@pytest.mark.parametrize(
+    "split", ["-1,1,0", "90,abc5,5", "0,0,0", "1,2,3,4", "", "90 5 5", "nan,1,1", "1e3,1,1"]
+)
+def test_a_split_that_is_not_one_to_three_shares_is_refused(split: str) -> None:
+    with pytest.raises(ConfigError, match="--split"):
+        parse_arguments([*command_line(), "--split", split])
+
+
+@pytest.mark.parametrize(
+    "split, shares",
+    [
+        ("969, 30, 1", (0.969, 0.03, 0.001)),
+        ("1", (1.0, 0.0, 0.0)),
+        ("100,0,0", (1.0, 0.0, 0.0)),
+        ("99990,8,2", (0.9999, 0.00008, 0.00002)),
+        ("1,1", (0.5, 0.5, 0.0)),
+    ],
+)
+def test_a_split_is_shares_of_one(split: str, shares: tuple[float, ...]) -> None:
+    config, _ = parse_arguments([*command_line(), "--split", split])
+    assert config.data.split_weights == pytest.approx(shares, rel=1e-12)
+
+
+def test_the_default_sizes_are_those_of_megatron_lm() -> None:
+    sizes = {"num_layers": 2, "hidden_size": 4096, "num_attention_heads": 32}
+    plain = TransformerConfig(**sizes)
+    assert (plain.ffn_size, plain.head_dim, plain.query_groups) == (16384, 128, 32)
+    gated = TransformerConfig(**sizes, activation="swiglu", group_query_attention=True)
+    assert (gated.ffn_size, gated.query_groups) == (int((4 * 4096 * 2 / 3) / 64) * 64, 1)
+
+
+def test_missing_tokenizer_files_and_corpora_are_found_before_the_start(
+    tmp_path: Path, refused: Refused
+) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    for end in (".bin", ".idx"):
+        (tmp_path / f"corpus_text_document{end}").write_bytes(b"")
+    line = (
+        f"--tokenizer-type GPT2BPETokenizer --vocab-file {tmp_path}/vocab.jsn "
+        f"--merge-file {tmp_path}/nowhere/m.txt --data-path 0.5 {tmp_path}/corpus_text_document 0.5 {tmp_path}/corpus"
+    )
+    text = refused(line, without="--mock-data --vocab-size", problems=3, check_files=True)
+    assert f"--vocab-file {tmp_path}/vocab.jsn: no such file" in text
+    assert "vocab.json" in text
+    assert f"there is no folder {tmp_path}/nowhere" in text
+    assert f"--data-path {tmp_path}/corpus: no file {tmp_path}/corpus.bin" in text
+    assert f"{tmp_path}/corpus_text_document" in text
+    text = refused(
+        f"--data-path {tmp_path}/corpus_text_document.bin", without="--mock-data", check_files=True
+    )
+    assert "corpus_text_document (without the ending)" in text
+
+
+@pytest.mark.parametrize(
+    "words, rule",
+    [
+        ("0.5 a b", "have weights"),
+        ("0.5 a 0.5", "have weights"),
+        ("-1 a 2 b", "negative"),
+        ("0 a 0 b", "more than 0"),
+        ("3", "without a prefix"),
+    ],
+)
+def test_a_blend_that_is_neither_weighted_nor_plain_is_refused(words: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        parse_arguments([*command_line("", "--mock-data"), "--data-path", *words.split()], check_files=False)
+
+
+def test_parts_of_the_data_are_given_once(refused: Refused) -> None:
+    text = refused("--train-data-path a --data-path b", without="--mock-data")
+    assert "is divided by --split, and --train-data-path give the parts" in text

@@ -1,0 +1,76 @@
+"""The saved form of a configuration, and what a resume with another one would change."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.config import MegatronConfig, difference
+from tests.config.conftest import Parse
+
+
+def test_a_saved_configuration_is_the_same_when_read(parse: Parse) -> None:
+    config = parse(
+        "--window-size 15 0 --bf16 --rampup-batch-size 8 4 100 --train-samples 999 --lr-warmup-fraction .01",
+        without="--train-iters",
+    )
+    text = config.to_json()
+    assert MegatronConfig.from_json(text) == config
+    assert json.loads(text) == config.to_dict()
+
+
+def test_a_saved_configuration_without_a_later_field_takes_its_default(parse: Parse) -> None:
+    saved = parse("--seed 7").to_dict()
+    del saved["training"]["exit_signal"], saved["logging"]
+    config = MegatronConfig.from_dict(saved)
+    assert (config.training.exit_signal, config.training.seed) == ("SIGTERM", 7)
+
+
+@pytest.mark.parametrize(
+    "section, field, match",
+    [
+        ("model", "num_layer", "field of model 'num_layer', unknown to this version; nearest: num_layers"),
+        ("modle", "num_layers", "section 'modle', unknown to this version; nearest: model"),
+    ],
+)
+def test_a_saved_field_that_is_unknown_is_refused(parse: Parse, section: str, field: str, match: str) -> None:
+    saved = parse().to_dict()
+    saved.setdefault(section, {})[field] = 3
+    with pytest.raises(ValueError, match=match):
+        MegatronConfig.from_dict(saved)
+
+
+def test_a_saved_configuration_without_a_required_field_is_refused(parse: Parse) -> None:
+    saved = parse().to_dict()
+    del saved["model"]["num_layers"]
+    with pytest.raises(ValueError, match=r"lacks model\.num_layers"):
+        MegatronConfig.from_dict(saved)
+
+
+@pytest.mark.parametrize(
+    "saved, present, flag, affects",
+    [
+        ("", "--num-layers 4", "--num-layers", "model"),
+        ("", "--position-embedding-type rope", "--position-embedding-type", "model"),
+        ("", "--vocab-size 200", "--vocab-size", "model"),
+        ("", "--seed 7", "--seed", "data"),
+        ("", "--split 1", "--split", "data"),
+        ("", "--reset-attention-mask", "--reset-attention-mask", "data"),
+        ("--data-path /a/x /a/y", "--data-path /b/x /b/y", "--data-path", "free"),
+        ("--data-path /a/x /a/y", "--data-path /a/x /a/z", "--data-path", "data"),
+        ("--data-path 1 /a/x 2 /a/y", "--data-path 1 /a/x 3 /a/y", "--data-path", "data"),
+        ("", "--train-iters 200", "--train-iters", "free"),
+        ("", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size", "free"),
+        ("", "--lr 1e-4", "--lr", "free"),
+        ("", "--no-calculate-per-token-loss", "--calculate-per-token-loss", "free"),
+    ],
+)
+def test_a_difference_says_what_it_changes(
+    parse: Parse, saved: str, present: str, flag: str, affects: str
+) -> None:
+    without = "--mock-data" if "--data-path" in present else ""
+    (found,) = difference(parse(saved, without=without), parse(present, without=without))
+    assert (found.flag, found.affects) == (flag, affects)
+    assert str(found).startswith(f"{flag}: ")
+    assert difference(parse(saved, without=without), parse(saved, without=without)) == []

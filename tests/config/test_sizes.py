@@ -1,0 +1,105 @@
+"""Derived sizes: the padded vocabulary, data parallelism, micro-batches, lengths of schedules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.config import ConfigError, padded_vocab_size
+from tests.config.conftest import Parse
+
+TABLES = Path(__file__).parents[1] / "fixtures" / "tables"
+
+
+def test_the_vocabulary_is_padded_as_megatron_lm_pads_it() -> None:
+    table = json.loads((TABLES / "padded_vocab.json").read_text())
+    assert len(table["rows"]) == 200
+    for vocab_size, divisible_by, tensor, padded in table["rows"]:
+        assert padded_vocab_size(vocab_size, divisible_by, tensor) == padded
+
+
+def test_rows_that_are_given_belong_to_the_model_and_are_padded_for_tensor_parallelism_only(
+    parse: Parse,
+) -> None:
+    config = parse("--padded-vocab-size 130 --tensor-model-parallel-size 4", world_size=4)
+    assert config.model_vocab_size(100) == 130
+    assert config.padded_vocab_size(100) == 132
+    config = parse("--tensor-model-parallel-size 4", world_size=4)
+    assert config.model_vocab_size(100) == 100
+    assert config.padded_vocab_size(100) == 512
+
+
+@pytest.mark.parametrize("table", json.loads((TABLES / "batch_size_rampup.json").read_text()))
+def test_the_ramps_that_megatron_lm_runs_are_accepted_and_the_one_on_which_it_fails_is_refused(
+    parse: Parse, table: dict[str, object]
+) -> None:
+    ramp = f"{table['start_global_batch_size']} {table['batch_size_increment']} {table['rampup_samples']}"
+    line = (
+        f"--train-samples 99999 --global-batch-size {table['global_batch_size']} "
+        f"--micro-batch-size {table['micro_batch_size']} --rampup-batch-size {ramp}"
+    )
+    if table["decrease_batch_size_if_needed"]:
+        line += " --decrease-batch-size-if-needed"
+    world_size = table["data_parallel_size"]
+    if "error" in table or table["decrease_batch_size_if_needed"]:
+        with pytest.raises(ConfigError):
+            parse(line, without="--train-iters", world_size=world_size)
+    else:
+        config = parse(line, without="--train-iters", world_size=world_size)
+        rows = table["rows"]
+        assert isinstance(rows, list)
+        assert config.num_microbatches() == max(row[4] for row in rows)
+
+
+@pytest.mark.parametrize(
+    "line, world_size, replicas, microbatches",
+    [
+        ("", 1, 1, 8),
+        ("", 4, 4, 2),
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 8, 2, 4),
+    ],
+)
+def test_replicas_and_micro_batches_follow_from_the_number_of_processes(
+    parse: Parse, line: str, world_size: int, replicas: int, microbatches: int
+) -> None:
+    config = parse(line, world_size=world_size)
+    assert config.data_parallel_size() == replicas
+    assert config.num_microbatches() == microbatches
+
+
+def test_the_global_batch_is_one_micro_batch_a_replica_when_not_given(parse: Parse) -> None:
+    config = parse("", without="--global-batch-size", world_size=4)
+    assert config.global_batch_size() == 8
+    assert config.num_microbatches() == 1
+    assert config.train_samples() == 800
+
+
+def test_sizes_that_depend_on_an_unknown_number_of_processes_say_so(parse: Parse) -> None:
+    config = parse("", without="--global-batch-size")
+    with pytest.raises(ValueError, match="--world-size"):
+        config.global_batch_size()
+    with pytest.raises(ConfigError, match="8 processes, which do not divide the 6 started"):
+        parse("--tensor-model-parallel-size 8").data_parallel_size(6)
+
+
+def test_schedules_count_samples(parse: Parse) -> None:
+    config = parse(
+        "--lr-warmup-iters 5 --lr-decay-iters 50 --lr-decay-style WSD --lr-wsd-decay-iters 10", world_size=1
+    )
+    lengths = config.schedule_lengths()
+    assert (lengths.warmup, lengths.decay, lengths.wsd_decay, lengths.weight_decay_ramp) == (
+        80,
+        800,
+        160,
+        1600,
+    )
+    config = parse("--train-samples 1000 --lr-warmup-fraction 0.1", without="--train-iters", world_size=1)
+    lengths = config.schedule_lengths()
+    assert (lengths.warmup, lengths.decay, lengths.wsd_decay, lengths.weight_decay_ramp) == (
+        100,
+        1000,
+        None,
+        1000,
+    )

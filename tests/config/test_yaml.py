@@ -1,0 +1,130 @@
+"""The configuration file and --print-config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.config import ConfigError, MegatronConfig, parse_arguments
+from tests.config.conftest import command_line
+
+RUN = """\
+# a run
+model:
+  num_layers: 8
+  hidden-size: 64
+  num_attention_heads: 8
+  max_position_embeddings: 32
+  swiglu: true
+  add_bias_linear: false
+  window_size: [15, 0]
+seq_length: 32
+micro-batch-size: 2
+train_iters: 100
+optimizer:
+  lr: 1e-3
+  bf16: true
+  fp16: false
+tokenizer: {tokenizer_type: NullTokenizer, vocab_size: 100}
+data_path: [0.3, a, 0.7, b]
+split: 90,5,5
+train_samples:
+use_distributed_optimizer: false
+use_mcore_models: true
+"""
+
+
+Written = Callable[[str], str]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    def write(text: str) -> str:
+        (tmp_path / "run.yaml").write_text(text)
+        return str(tmp_path / "run.yaml")
+
+    return write
+
+
+def read(*words: str) -> MegatronConfig:
+    return parse_arguments(words, check_files=False, say=lambda text: None)[0]
+
+
+def test_keys_are_flag_names_flat_or_in_sections(written: Written) -> None:
+    config = read("--config", written(RUN))
+    assert config.model.activation == "swiglu"
+    assert config.model.add_bias_linear is False
+    assert config.model.window_size == (15, 0)
+    assert (config.optimizer.lr, config.optimizer.precision) == (1e-3, "bf16")
+    assert config.data.data_path == ("0.3", "a", "0.7", "b")
+    assert config.data.split == "90,5,5"
+    assert config.training.train_samples is None
+
+
+def test_flags_override_the_file(written: Written) -> None:
+    path = written(RUN)
+    config = read("--seed", "7", "--config", path, "--activation", "gelu", "--fp16", "--add-bias-linear")
+    assert (config.model.activation, config.optimizer.precision) == ("gelu", "fp16")
+    assert config.model.add_bias_linear is True
+    assert config.training.seed == 7
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("seed: 1\nseed: 2", ["run.yaml:2 seed", "run.yaml:1"]),
+        ("data:\n  num-workers: 1\nnum_workers: 2", ["run.yaml:3 num_workers", "run.yaml:2"]),
+        ("hiden_size: 3", ["run.yaml:1 hiden_size", "--hidden-size is the nearest"]),
+        ("modle:\n  num_layers: 3", ["run.yaml:1 modle", "no section", "model"]),
+        ("data: {lr: 1}", ["run.yaml:1 lr", "section optimizer, not data"]),
+        ("seed: many", ["run.yaml:1 seed many", "a whole number"]),
+        ("seed:", ["run.yaml:1 seed", "needs a value"]),
+        ("seed: true", ["run.yaml:1 seed", "not yes or no"]),
+        ("sequence_parallel: 1", ["run.yaml:1 sequence_parallel", "true or false"]),
+        ("bf16: true\nfp16: true", ["run.yaml:2 fp16", "precision"]),
+        ("use_distributed_optimizer: true", ["run.yaml:1 use_distributed_optimizer", "not available"]),
+        ("seed: [1", ["is not YAML"]),
+        ("- 1", ["must hold keys"]),
+        ("window_size: [1, 2, 3]", ["run.yaml:1 window_size", "2 words"]),
+    ],
+)
+def test_a_key_that_cannot_be_honoured_is_refused_with_its_line(
+    written: Written, text: str, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(*command_line(), "--config", written(text))
+    assert len(caught.value.problems) == 1, str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--config nowhere\.yaml: no such file"):
+        read(*command_line(), "--config", "nowhere.yaml")
+
+
+def test_the_printed_configuration_says_where_each_value_is_from_and_reads_back(written: Written) -> None:
+    said: list[str] = []
+    words = ["--config", written(RUN), "--seed", "7"]
+    expected = read(*words)
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments(
+            [*words, "--print-config"], defaults={"num_workers": 0}, check_files=False, say=said.append
+        )
+    assert stopped.value.code == 0
+    lines = {line.split(":")[0].strip(): line.split() for line in said[0].splitlines()}
+    assert lines["seed"] == ["seed:", "7", "#", "flag"]
+    assert lines["num_layers"] == ["num_layers:", "8", "#", "run.yaml:3"]
+    assert lines["num_workers"] == ["num_workers:", "0", "#", "program"]
+    assert lines["hidden_dropout"] == ["hidden_dropout:", "0.1", "#", "default"]
+    again = read("--config", written(said[0]), "--num-workers", "2")
+    assert again == expected
+
+
+def test_the_configuration_is_printed_with_its_problems(written: Written) -> None:
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="--seed -1"):
+        parse_arguments([*command_line("--seed -1"), "--print-config"], say=said.append)
+    assert "seed: -1" in said[0]
