@@ -294,11 +294,16 @@ def _open(folder: Path, iteration: int) -> Checkpoint:
         raise CheckpointError(f"{folder} is incomplete: it has no {storage.COMPLETE_FILE}")
     marker = parse_json(storage.read_file(marker_path), str(marker_path))
     check_version(marker, str(marker_path))
+    if marker.get("iteration") != iteration:
+        raise CheckpointError(
+            f"{folder} was saved as iteration {str(marker.get('iteration'))[:40]}: "
+            f"the folder was renamed, or {storage.COMPLETE_FILE} is damaged"
+        )
     index_text = _read_marked(folder, storage.INDEX_FILE, marker)
     index = parse_index(index_text, str(folder / storage.INDEX_FILE))
     check_cover(index, str(folder / storage.INDEX_FILE))
     if index.iteration != iteration:
-        raise CheckpointError(f"{folder} was saved as iteration {index.iteration}; the folder was renamed")
+        raise CheckpointError(f"{folder / storage.INDEX_FILE} is that of iteration {index.iteration}")
     metadata_text = _read_marked(folder, storage.METADATA_FILE, marker)
     metadata = parse_json(metadata_text, str(folder / storage.METADATA_FILE))
     for file, size in index.files.items():

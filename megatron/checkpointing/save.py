@@ -188,7 +188,9 @@ class Save:
             "files": {name: {"bytes": len(text), "crc32": zlib.crc32(text)} for name, text in texts.items()},
         }
         storage.sync_folder(self.folder)
-        storage.write_file(self.folder / storage.COMPLETE_FILE, json.dumps(marker).encode())
+        storage.write_file(
+            self.folder / storage.COMPLETE_FILE, json.dumps(marker, separators=(",", ":")).encode()
+        )
         storage.publish(self.root, self.iteration)
 
     def discard(self) -> None:

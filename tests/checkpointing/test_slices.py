@@ -1,0 +1,118 @@
+"""Boxes are checked against what numpy says about the same elements."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.checkpointing.slices import Box, flat_bounds, flat_range_boxes, held_boxes, tiling_fault
+from megatron.core.shard import Init, Piece, Shard
+from tests.checkpointing.layouts import ALONE
+
+shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
+
+
+def _box(shape: tuple[int, ...], rng: random.Random) -> Box:
+    offset = tuple(rng.randrange(extent) for extent in shape)
+    sizes = tuple(rng.randint(1, extent - first) for extent, first in zip(shape, offset, strict=True))
+    return Box(offset=offset, shape=sizes)
+
+
+def _elements(shape: tuple[int, ...], box: Box) -> set[int]:
+    return set(np.arange(int(np.prod(shape))).reshape(shape)[box.index].ravel().tolist())
+
+
+@given(shapes, st.integers(0, 2**32))
+def test_intersection_holds_the_elements_in_both(shape: tuple[int, ...], seed: int) -> None:
+    rng = random.Random(seed)
+    one, two = _box(shape, rng), _box(shape, rng)
+    common = one.intersect(two)
+    expected = _elements(shape, one) & _elements(shape, two)
+    assert (set() if common is None else _elements(shape, common)) == expected
+
+
+@given(shapes, st.integers(0, 2**32))
+def test_a_range_of_elements_is_a_few_boxes_in_order(shape: tuple[int, ...], seed: int) -> None:
+    rng = random.Random(seed)
+    total = int(np.prod(shape))
+    first = rng.randint(0, total)
+    stop = rng.randint(first, total)
+    boxes = list(flat_range_boxes(shape, first, stop))
+    flat = np.arange(total).reshape(shape)
+    in_order = [element for box in boxes for element in flat[box.index].ravel().tolist()]
+    assert in_order == list(range(first, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@given(shapes, st.integers(0, 2**32))
+def test_flat_bounds_enclose_a_box(shape: tuple[int, ...], seed: int) -> None:
+    box = _box(shape, random.Random(seed))
+    elements = _elements(shape, box)
+    assert flat_bounds(shape, box) == (min(elements), max(elements) + 1)
+
+
+def _cut_up(box: Box, rng: random.Random) -> list[Box]:
+    """Any division of a box into boxes, by cutting in two again and again."""
+    wide = [dim for dim, extent in enumerate(box.shape) if extent > 1]
+    if not wide or rng.random() < 0.3:
+        return [box]
+    dim = rng.choice(wide)
+    at = rng.randint(1, box.shape[dim] - 1)
+    parts = []
+    for first, length in ((0, at), (at, box.shape[dim] - at)):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim] += first
+        shape[dim] = length
+        parts += _cut_up(Box(offset=tuple(offset), shape=tuple(shape)), rng)
+    rng.shuffle(parts)
+    return parts
+
+
+@given(shapes, st.integers(0, 2**32))
+def test_every_division_into_boxes_is_a_cover(shape: tuple[int, ...], seed: int) -> None:
+    assert tiling_fault(shape, _cut_up(Box.whole(shape), random.Random(seed))) is None
+
+
+@given(shapes, st.integers(0, 2**32))
+def test_a_lost_a_doubled_and_a_shifted_box_are_found(shape: tuple[int, ...], seed: int) -> None:
+    rng = random.Random(seed)
+    boxes = _cut_up(Box.whole(shape), rng)
+    lost = boxes.pop(rng.randrange(len(boxes)))
+    fault = tiling_fault(shape, boxes)
+    assert fault is not None
+    assert fault.startswith(f"{lost.volume} of {Box.whole(shape).volume} elements are in no slice")
+    fault = tiling_fault(shape, [*boxes, lost, lost])
+    assert fault is not None
+    assert "overlap" in fault
+    if shape:
+        outside = Box(offset=(lost.offset[0] + shape[0], *lost.offset[1:]), shape=lost.shape)
+        fault = tiling_fault(shape, [*boxes, outside])
+        assert fault is not None
+        assert "outside" in fault
+
+
+def test_the_first_hole_is_named() -> None:
+    boxes = [Box(offset=(0, 0), shape=(4, 3)), Box(offset=(0, 3), shape=(2, 3))]
+    assert tiling_fault((4, 6), boxes) == "6 of 24 elements are in no slice, first [2:4, 3:6]"
+
+
+@pytest.mark.parametrize(
+    ("piece", "local_shape"),
+    [
+        (Piece(local=0, start=0, length=5), (4, 3)),  # more than the local tensor
+        (Piece(local=0, start=6, length=4), (4, 3)),  # past the end of the global one
+        (Piece(local=-1, start=0, length=4), (4, 3)),
+        (Piece(local=0, start=0, length=4), (4, 2)),  # another width
+        (Piece(local=0, start=0, length=4), (4,)),
+    ],
+)
+def test_a_shard_that_does_not_describe_its_tensor_is_refused(
+    piece: Piece, local_shape: tuple[int, ...]
+) -> None:
+    shard = Shard(global_shape=(8, 3), dim=0, pieces=(piece,), group=ALONE, init=Init.zeros())
+    with pytest.raises(ValueError, match=r"model\.w: a piece is"):
+        held_boxes("model.w", shard, local_shape)
