@@ -1,0 +1,175 @@
+"""Datasets made of datasets: a blend by weights, and blocks one after another."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.index_builder import build_blend_index, build_exhaustive_blend_index, derived_seed
+from megatron.data.index_cache import Arrays, IndexCache
+from megatron.data.sample_dataset import SampleDataset, TokenArray
+from megatron.data.splits import normalize
+
+logger = logging.getLogger(__name__)
+
+_COUNT_AT_ONCE = 1 << 20  # bincount copies to eight bytes an entry
+
+
+class BlendedDataset:
+    """Samples of several datasets in a fixed order that keeps the share of each at its weight.
+
+    Args:
+        datasets: the parts.
+        names: what to call them in messages.
+        dataset_index: [n] which part each sample comes from.
+        dataset_sample_index: [n] which of its samples that is.
+
+    Raises:
+        ValueError: a part has fewer samples than the order draws from it.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[SampleDataset],
+        names: Sequence[str],
+        dataset_index: npt.NDArray[np.int16],
+        dataset_sample_index: npt.NDArray[np.int64],
+    ) -> None:
+        self.datasets = tuple(datasets)
+        self.dataset_index = dataset_index
+        self.dataset_sample_index = dataset_sample_index
+        drawn = np.zeros(len(datasets), dtype=np.int64)
+        for begin in range(0, len(dataset_index), _COUNT_AT_ONCE):
+            drawn += np.bincount(dataset_index[begin : begin + _COUNT_AT_ONCE], minlength=len(datasets))
+        for dataset, name, count in zip(datasets, names, drawn.tolist(), strict=True):
+            if count > len(dataset):
+                raise ValueError(
+                    f"the blend draws {count} samples from {name}, which was built with {len(dataset)}; a "
+                    "larger --mid-level-dataset-surplus (default 0.005) builds more"
+                )
+
+    def __len__(self) -> int:
+        return int(self.dataset_index.shape[0])
+
+    def __getitem__(self, index: int) -> TokenArray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of a blend, which has {len(self)}")
+        return self.datasets[int(self.dataset_index[index])][int(self.dataset_sample_index[index])]
+
+
+def blend_by_weights(
+    datasets: Sequence[SampleDataset],
+    names: Sequence[str],
+    weights: Sequence[float],
+    size: int,
+    cache: IndexCache,
+) -> BlendedDataset:
+    """A blend of `size` samples in which each dataset has the share of its weight.
+
+    Raises:
+        ValueError: a weight is not positive, or a dataset is too small for its share.
+    """
+    shares = normalize([float(weight) for weight in weights])
+
+    def build() -> Arrays:
+        dataset_index, dataset_sample_index = build_blend_index(shares, size)
+        return {"dataset_index": dataset_index, "dataset_sample_index": dataset_sample_index}
+
+    # By bits: a share printed with fewer digits could name another order.
+    arrays = cache.get("BlendedDataset", {"shares": [share.hex() for share in shares], "size": size}, build)
+    return BlendedDataset(datasets, names, arrays["dataset_index"], arrays["dataset_sample_index"])
+
+
+def blend_by_size(
+    datasets: Sequence[SampleDataset], names: Sequence[str], size: int | None, cache: IndexCache
+) -> BlendedDataset:
+    """A blend in which each dataset has the share of its size.
+
+    It has `size` samples, for None each sample once. Datasets without samples take no part.
+    """
+    sizes = [len(dataset) for dataset in datasets]
+    present = [number for number, count in enumerate(sizes) if count > 0]
+    for number, name in enumerate(names):
+        if sizes[number] == 0:
+            logger.warning("%s has no sample here and takes no part in the blend", name)
+    counts = [sizes[number] for number in present]
+    if not present or size == 0:
+        nothing = np.empty(0, dtype=np.int64)
+        return BlendedDataset(datasets, names, nothing.astype(np.int16), nothing)
+
+    def build() -> Arrays:
+        if size is None:
+            chosen, dataset_sample_index = build_exhaustive_blend_index(counts)
+        else:
+            shares = normalize([float(count) for count in counts])
+            chosen, dataset_sample_index = build_blend_index(shares, min(size, sum(counts)))
+        numbers = np.asarray(present, dtype=np.int16)
+        return {"dataset_index": numbers[chosen], "dataset_sample_index": dataset_sample_index}
+
+    arrays = cache.get("BlendedDataset", {"sizes": sizes, "size": size}, build)
+    return BlendedDataset(datasets, names, arrays["dataset_index"], arrays["dataset_sample_index"])
+
+
+class BlockedDataset:
+    """Blocks of samples one after another, each cut to the number that was requested of it.
+
+    The order of a dataset depends on the number of samples requested, so a run that is prolonged keeps the
+    dataset it began with and gets the additional samples as a block of its own.
+
+    Args:
+        blocks: a dataset for each block.
+        sizes: samples of each block.
+
+    Raises:
+        ValueError: a block has fewer samples than its size.
+    """
+
+    def __init__(self, blocks: Sequence[SampleDataset], sizes: Sequence[int]) -> None:
+        for block, size in zip(blocks, sizes, strict=True):
+            if len(block) < size:
+                raise ValueError(
+                    f"{size} training samples are requested, the data gives {len(block)}: a blend without "
+                    "weights reads each sample once; give weights in --data-path to repeat, or request fewer"
+                )
+        self.blocks = tuple(blocks)
+        self.sizes = tuple(sizes)
+        self._ends = list(itertools.accumulate(sizes))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> TokenArray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in blocks of {list(self.sizes)}")
+        number = bisect.bisect_right(self._ends, index)
+        return self.blocks[number][index - (self._ends[number - 1] if number else 0)]
+
+
+def extend_blocks(blocks: Sequence[int], requested: int) -> list[int]:
+    """The blocks of a run that had `blocks` and is now asked for `requested` samples in all.
+
+    Fewer samples than before leave the blocks as they are: cutting them would change the order of those that
+        stay.
+    """
+    missing = requested - sum(blocks)
+    if missing <= 0:
+        return list(blocks)
+    if blocks:
+        logger.info(
+            "data: %d samples were requested before, %d now: the order of the first ones stays, a new block "
+            "of %d is appended",
+            sum(blocks),
+            requested,
+            missing,
+        )
+    return [*blocks, missing]
+
+
+def block_seed(seed: int, block: int) -> int:
+    """The seed of a block's order: the run's own for the first one."""
+    return seed if block == 0 else derived_seed(seed, "block", block)

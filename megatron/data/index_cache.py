@@ -1,0 +1,279 @@
+"""Built indices on disk, shared by all processes that see the same file system.
+
+An entry is a set of `.npy` files and a manifest with their sizes and checksums, each written under a
+temporary name, synced and renamed, the manifest last: an entry is complete or it is not there, and one that
+was damaged later is built anew. Entries are named by all that they depend on, so two processes that write the
+same one write the same bytes.
+
+Note [Who builds an index]
+The first process on a file system builds; the others on it poll for the manifest. There is no collective:
+ranks on nodes with disks of their own each find no manifest and no lock, and build their own. The lock is
+only there to save work, as publishing is atomic and repeatable, so taking it from an owner that is merely
+slow does no harm. Its owner touches it while it lives; it counts as abandoned when its process is gone (same
+host) or when it has not been touched for `STALE_SECONDS` of the waiter's own clock (clocks of two hosts are
+never compared).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+logger = logging.getLogger(__name__)
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+STALE_SECONDS = 60.0
+_TOUCH_SECONDS = 2.0
+_POLL_SECONDS = (0.02, 0.5)  # the first and the longest pause: thousands of ranks may poll one file system
+_REPORT_SECONDS = 5.0
+
+
+def user_cache_folder() -> Path:
+    """Where indices go when the data's own folder is read-only."""
+    return Path.home() / ".cache" / "megatron" / "indices"
+
+
+class IndexCache:
+    """Looks an index up, or builds and keeps it.
+
+    Args:
+        folder: `--data-cache-path`; it must be writable where the entry is not there yet. None: the first of
+            `defaults` that can be written is used, and memory where none can.
+        defaults: folders to try when no folder was asked for.
+    """
+
+    def __init__(self, folder: Path | None, *, defaults: Sequence[Path] = ()) -> None:
+        self._required = folder is not None
+        self._folders = [folder] if folder is not None else list(defaults)
+
+    def get(self, kind: str, description: Mapping[str, object], build: Callable[[], Arrays]) -> Arrays:
+        """The arrays of the entry, mapped from disk where possible.
+
+        Args:
+            kind: a readable part of the file names, such as `GPTDataset-train`.
+            description: all that the arrays depend on, as JSON values; its checksum names the entry.
+            build: makes the arrays; called in one process a file system.
+
+        Raises:
+            ValueError: the folder that was asked for can not be written.
+        """
+        text = json.dumps({"kind": kind, **description}, indent=1, sort_keys=True)
+        name = f"{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}-{kind}"
+        for folder in self._folders:
+            found = _load(folder, name)
+            if found is not None:
+                return found
+        for folder in self._folders:
+            try:
+                return _build_once(folder, name, text, build)
+            except OSError as error:
+                if self._required:
+                    raise ValueError(
+                        f"--data-cache-path {folder}: the index {name} is not there and can not be written "
+                        f"({error}); give a folder that can be written"
+                    ) from error
+                logger.warning("index cache %s can not be written (%s)", folder, error)
+        if self._folders:
+            logger.warning(
+                "index %s is kept in memory and built anew by each process and at each start; "
+                "--data-cache-path names a folder for it",
+                name,
+            )
+        return build()
+
+
+def _build_once(folder: Path, name: str, description: str, build: Callable[[], Arrays]) -> Arrays:
+    """Take the entry's lock and build it, or wait for the process that does.
+
+    Raises:
+        OSError: the folder can not be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / f"{name}.lock"
+    waiting = _Waiting(lock)
+    while True:
+        if _take_lock(lock):
+            with _held(lock):
+                found = _load(folder, name)  # built between the look-up and the lock
+                if found is None:
+                    started = time.monotonic()
+                    arrays = build()
+                    _store(folder, name, description, arrays)
+                    logger.info("built index %s in %.1f s", folder / name, time.monotonic() - started)
+                    found = _load(folder, name)
+            if found is None:
+                raise OSError(f"{folder / name} can not be read back as it was written")
+            return found
+        found = _load(folder, name)
+        if found is not None:
+            return found
+        waiting.poll()
+
+
+def _take_lock(lock: Path) -> bool:
+    try:
+        with lock.open("x") as file:
+            json.dump({"host": socket.gethostname(), "process": os.getpid()}, file)
+    except FileExistsError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _held(lock: Path) -> Iterator[None]:
+    """Touch the lock until the block ends, then remove it."""
+    done = threading.Event()
+
+    def touch() -> None:
+        while not done.wait(_TOUCH_SECONDS):
+            with contextlib.suppress(OSError):  # taken over by another process
+                os.utime(lock)
+
+    thread = threading.Thread(target=touch, name="index-lock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        lock.unlink(missing_ok=True)
+
+
+class _Waiting:
+    """Watches another process's lock, and removes it once it is abandoned."""
+
+    def __init__(self, lock: Path) -> None:
+        self._lock = lock
+        self._touched = -1
+        self._changed = time.monotonic()
+        self._reported = time.monotonic()
+        self._pause = _POLL_SECONDS[0]
+
+    def poll(self) -> None:
+        try:
+            touched = self._lock.stat().st_mtime_ns
+            text = self._lock.read_text()
+        except FileNotFoundError:
+            return
+        now = time.monotonic()
+        if touched != self._touched:
+            self._touched, self._changed = touched, now
+        idle = now - self._changed
+        if idle > STALE_SECONDS or _owner_is_gone(text):
+            logger.warning("%s: its owner is gone, the index is built here", self._lock)
+            # A rename succeeds in one of the processes that see this.
+            aside = self._lock.with_name(f"{self._lock.name}.{uuid.uuid4().hex}")
+            with contextlib.suppress(FileNotFoundError):
+                self._lock.rename(aside)
+                aside.unlink()
+            return
+        if now - self._reported > _REPORT_SECONDS:
+            self._reported = now
+            logger.info("waiting for an index that another process builds: %s, %s", self._lock, text)
+        time.sleep(self._pause)
+        self._pause = min(1.2 * self._pause, _POLL_SECONDS[1])
+
+
+def _owner_is_gone(text: str) -> bool:
+    """The lock names a process of this host that does not exist."""
+    try:
+        owner = json.loads(text)
+    except json.JSONDecodeError:  # it is just being written
+        return False
+    if owner["host"] != socket.gethostname():
+        return False
+    try:
+        os.kill(owner["process"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # another user's, and alive
+        return False
+    return False
+
+
+def _store(folder: Path, name: str, description: str, arrays: Arrays) -> None:
+    entries: dict[str, dict[str, int]] = {}
+    for key, values in arrays.items():
+        path = folder / f"{name}-{key}.npy"
+
+        def write(temporary: Path, values: npt.NDArray[Any] = values) -> None:
+            with temporary.open("wb") as file:
+                np.save(file, values, allow_pickle=False)
+
+        _publish(path, write)
+        size, checksum = _checksum(path)
+        entries[path.name] = {"bytes": size, "crc32": checksum}
+    manifest = json.dumps({"files": entries, "description": json.loads(description)}, indent=1)
+    _publish(folder / f"{name}.json", lambda temporary: _write_text(temporary, manifest))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def _publish(path: Path, write: Callable[[Path], None]) -> None:
+    """Write under a name of this process, sync, rename, sync the folder."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        write(temporary)
+        _sync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _load(folder: Path, name: str) -> Arrays | None:
+    """The entry, or None when it is not there, not complete or damaged."""
+    manifest = folder / f"{name}.json"
+    try:
+        entries: dict[str, dict[str, int]] = json.loads(manifest.read_text())["files"]
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for file_name, expected in entries.items():
+            path = folder / file_name
+            size, checksum = _checksum(path)
+            if (size, checksum) != (expected["bytes"], expected["crc32"]):
+                raise ValueError(
+                    f"{path.name} has {size} bytes and checksum {checksum:08x}, not those written"
+                )
+            key = file_name.removeprefix(f"{name}-").removesuffix(".npy")
+            arrays[key] = np.load(path, mmap_mode="r", allow_pickle=False)
+        return arrays
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("index %s is damaged and is not used (%s)", folder / name, error)
+        return None
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    """Bytes of a file and their CRC-32."""
+    size, checksum = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            size += len(block)
+            checksum = zlib.crc32(block, checksum)
+    return size, checksum

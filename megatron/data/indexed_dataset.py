@@ -1,0 +1,399 @@
+"""Token files, byte for byte Megatron-LM's: ids in `<prefix>.bin`, where sequences begin in `<prefix>.idx`.
+
+`.bin`: ids one after another, no header. `.idx`, little-endian::
+
+    9 bytes   b"MMIDIDX\\x00\\x00"
+    <Q        version, 1
+    <B        code of the ids' type, see DTYPE_CODES
+    <Q        N, number of sequences
+    <Q        D, number of documents + 1
+    N int32   tokens of each sequence
+    N int64   byte offset of each sequence in .bin
+    D int64   first sequence of each document, then N
+    N int8    modes, in multimodal files only
+
+A document without tokens has no sequence: its entry repeats the one before it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.sample_dataset import TokenArray
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+DTYPE_CODES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name)
+    for code, name in enumerate(
+        ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), start=1
+    )
+}
+_HEADER = struct.Struct("<9sQBQQ")
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+def optimal_dtype(vocab_size: int | None) -> np.dtype[Any]:
+    """The type that Megatron-LM stores ids in: uint16 below 65,500 entries, else int32."""
+    return np.dtype(np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32)
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """`<prefix>.bin`; a prefix may itself hold dots."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """`<prefix>.idx`."""
+    return Path(f"{prefix}.idx")
+
+
+class IndexedDatasetError(ValueError):
+    """A token file is missing, truncated, or is not what its other half says."""
+
+
+class IndexedDataset:
+    """Reads `<prefix>.bin/.idx`. Safe to share between threads and with forked processes.
+
+    Args:
+        prefix: path without the endings.
+        mmap: map `.bin` into memory; otherwise read each sequence with a positioned read, which some parallel
+            file systems serve better.
+
+    Raises:
+        IndexedDatasetError: a file is missing, truncated or garbage, or the two do not belong together.
+    """
+
+    def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:
+        self.prefix = str(prefix)
+        self._idx, self._bin = idx_path(prefix), bin_path(prefix)
+        for path in (self._idx, self._bin):
+            if not path.is_file():
+                raise IndexedDatasetError(
+                    f"{path}: no such file; a dataset is given by its prefix, the path without .bin and .idx"
+                )
+        self._read_index()
+        self._check_sizes()
+        self._map: TokenArray | None = None
+        self._file: IO[bytes] | None = None
+        if not mmap:
+            self._file = self._bin.open("rb", buffering=0)
+        elif self._bin.stat().st_size > 0:
+            self._map = np.asarray(np.memmap(self._bin, dtype=self.dtype, mode="r"))
+        else:
+            self._map = np.empty(0, dtype=self.dtype)
+
+    def _read_index(self) -> None:
+        size = self._idx.stat().st_size
+        with self._idx.open("rb") as file:
+            header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            raise IndexedDatasetError(f"{self._idx}: {size} bytes, less than the {_HEADER.size} of a header")
+        magic, version, code, num_sequences, num_documents = _HEADER.unpack(header)
+        if magic != MAGIC:
+            raise IndexedDatasetError(f"{self._idx}: begins with {magic!r}, an index begins with {MAGIC!r}")
+        if version != VERSION:
+            raise IndexedDatasetError(f"{self._idx}: version {version}, only {VERSION} is known")
+        if code not in DTYPE_CODES:
+            raise IndexedDatasetError(f"{self._idx}: type code {code}, known are {sorted(DTYPE_CODES)}")
+        if num_documents < 1:
+            raise IndexedDatasetError(f"{self._idx}: no document index, not even the first entry")
+        expected = _HEADER.size + 12 * num_sequences + 8 * num_documents
+        if size not in (expected, expected + num_sequences):
+            raise IndexedDatasetError(
+                f"{self._idx}: {size} bytes, but {num_sequences} sequences and {num_documents - 1} documents "
+                f"take {expected}; the file is truncated or damaged"
+            )
+        self.dtype = DTYPE_CODES[code]
+        raw = np.asarray(
+            np.memmap(self._idx, dtype=np.uint8, mode="r")
+        )  # a plain array: a memmap is slow to slice
+        offset = _HEADER.size
+        self.sequence_lengths: npt.NDArray[np.int32] = raw[offset : offset + 4 * num_sequences].view("<i4")
+        offset += 4 * num_sequences
+        self._pointers: npt.NDArray[np.int64] = raw[offset : offset + 8 * num_sequences].view("<i8")
+        offset += 8 * num_sequences
+        self.document_indices: npt.NDArray[np.int64] = raw[offset : offset + 8 * num_documents].view("<i8")
+        offset += 8 * num_documents
+        self.sequence_modes: npt.NDArray[np.int8] | None = (
+            raw[offset:].view(np.int8) if num_sequences and size > expected else None
+        )
+
+    def _check_sizes(self) -> None:
+        """What can be known without reading the arrays; `verify` reads them all."""
+        first, last = int(self.document_indices[0]), int(self.document_indices[-1])
+        if (first, last) != (0, len(self)):
+            raise IndexedDatasetError(
+                f"{self._idx}: documents cover sequences {first} to {last}, the file has 0 to {len(self)}"
+            )
+        expected = 0
+        if len(self):
+            expected = int(self._pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        actual = self._bin.stat().st_size
+        if actual != expected:
+            raise IndexedDatasetError(
+                f"{self._bin}: {actual} bytes, but {self._idx} describes {expected}; the file is truncated "
+                "or belongs to another index"
+            )
+
+    def verify(self) -> None:
+        """Check every entry of the index.
+
+        Raises:
+            IndexedDatasetError: a length is negative, sequences do not follow each other, or documents go
+                backwards.
+        """
+        lengths = self.sequence_lengths.astype(np.int64)
+        if (lengths < 0).any():
+            raise IndexedDatasetError(
+                f"{self._idx}: sequence {int(np.argmax(lengths < 0))} has a negative length"
+            )
+        expected = np.cumsum(lengths * self.dtype.itemsize) - lengths * self.dtype.itemsize
+        if not np.array_equal(expected, self._pointers):
+            wrong = int(np.argmax(expected != self._pointers))
+            raise IndexedDatasetError(
+                f"{self._idx}: sequence {wrong} begins at byte {int(self._pointers[wrong])}, the sequences "
+                f"before it end at byte {int(expected[wrong])}"
+            )
+        if (np.diff(self.document_indices) < 0).any():
+            raise IndexedDatasetError(f"{self._idx}: the documents are not in ascending order")
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return int(self.sequence_lengths.shape[0])
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, those without tokens included."""
+        return int(self.document_indices.shape[0]) - 1
+
+    def __getitem__(self, index: int) -> TokenArray:
+        """All ids of sequence `index`."""
+        return self.get(index)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> TokenArray:
+        """Ids `offset` to `offset + length` (None: to its end) of sequence `index`, in the file's type.
+
+        Raises:
+            IndexError: there is no such sequence, or it has no such tokens.
+            IndexedDatasetError: the file holds fewer bytes than the index says.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {self.prefix}, which has {len(self)}")
+        available = int(self.sequence_lengths[index])
+        if length is None:
+            length = available - offset
+        if offset < 0 or length < 0 or offset + length > available:
+            raise IndexError(
+                f"tokens {offset} to {offset + length} of sequence {index} of {self.prefix}, which has "
+                f"{available}"
+            )
+        begin = int(self._pointers[index]) + offset * self.dtype.itemsize
+        if self._map is not None:
+            first = begin // self.dtype.itemsize
+            tokens = self._map[first : first + length]
+        else:
+            assert self._file is not None
+            tokens = np.frombuffer(
+                _read_at(self._file.fileno(), length * self.dtype.itemsize, begin), dtype=self.dtype
+            )
+        if tokens.size != length:
+            raise IndexedDatasetError(
+                f"{self._bin}: ends within sequence {index}, which {self._idx} places at byte {begin}"
+            )
+        return tokens
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return int(self.sequence_lengths.sum(dtype=np.int64))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What an index of samples depends on: numbers of sequences and tokens, a checksum of all lengths."""
+        checksum = zlib.crc32(self.sequence_lengths.data)
+        return f"{len(self)} sequences, {self.num_tokens} tokens, lengths {checksum:08x}"
+
+
+def _read_at(descriptor: int, size: int, begin: int) -> bytes:
+    """`size` bytes from `begin` on, fewer at the end of the file. One read of Linux returns at most 2 GiB."""
+    parts: list[bytes] = []
+    while size > 0:
+        part = os.pread(descriptor, size, begin)
+        if not part:
+            break
+        parts.append(part)
+        begin += len(part)
+        size -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class IndexedDatasetWriter:
+    """Writes `<prefix>.bin/.idx`, under temporary names until `finalize` renames them, `.idx` last.
+
+    A writer that is killed leaves no file that a reader would take; one that fails inside `with` removes its
+    own.
+
+    Args:
+        prefix: path without the endings; its folder must exist.
+        dtype: type of the stored ids, see `optimal_dtype`.
+
+    Raises:
+        ValueError: the type has no code in the format.
+    """
+
+    def __init__(self, prefix: str | Path, *, dtype: npt.DTypeLike) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype)
+        codes = {known: code for code, known in DTYPE_CODES.items()}
+        if self.dtype not in codes:
+            raise ValueError(
+                f"{self.prefix}: type {self.dtype}; the format knows {', '.join(map(str, codes))}"
+            )
+        self._code = codes[self.dtype]
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self._bin_temporary = Path(f"{bin_path(prefix)}.{os.getpid()}.tmp")
+        self._idx_temporary = Path(f"{idx_path(prefix)}.{os.getpid()}.tmp")
+        self._file = self._bin_temporary.open("wb", buffering=1 << 20)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        elif not self._file.closed:
+            self.finalize()
+
+    def add_item(self, tokens: npt.ArrayLike) -> None:
+        """Append one sequence to the document that is open.
+
+        Raises:
+            ValueError: an id does not fit the stored type.
+        """
+        ids = self._convert(tokens)
+        self._file.write(ids.tobytes())
+        self._add_length(ids.size)
+
+    def end_document(self) -> None:
+        """Close the document, which may be empty."""
+        self._documents.append(len(self._lengths))
+
+    def add_document(self, tokens: npt.ArrayLike, lengths: Iterable[int]) -> None:
+        """Append a whole document: its ids, and how many of them each of its sequences has.
+
+        Raises:
+            ValueError: the lengths do not add up, or an id does not fit the stored type.
+        """
+        ids = self._convert(tokens)
+        counts = [int(length) for length in lengths]
+        if sum(counts) != ids.size or min(counts, default=0) < 0:
+            raise ValueError(f"{self.prefix}: a document of {ids.size} ids with sequences of {counts} ids")
+        self._file.write(ids.tobytes())
+        for count in counts:
+            self._add_length(count)
+        self.end_document()
+
+    def add_index(self, prefix: str | Path) -> None:
+        """Append all documents of another dataset, as if they had been added here one by one.
+
+        Raises:
+            ValueError: its ids have another type, or it is multimodal.
+            IndexedDatasetError: it is damaged.
+        """
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise ValueError(
+                f"{prefix}: holds {other.dtype}, {self.prefix} holds {self.dtype}; datasets of one type can "
+                "be joined"
+            )
+        if other.sequence_modes is not None:
+            raise ValueError(f"{prefix}: a multimodal dataset; only text can be joined")
+        other.verify()
+        shift = len(self._lengths)
+        self._lengths.frombytes(other.sequence_lengths.astype(np.intc).tobytes())
+        self._documents.frombytes((other.document_indices[1:].astype(np.int64) + shift).tobytes())
+        with bin_path(prefix).open("rb") as source:
+            while block := source.read(1 << 24):
+                self._file.write(block)
+
+    def finalize(self) -> None:
+        """Complete both files on disk and give them their names. A dataset of that name is replaced."""
+        _close_synced(self._file)
+        lengths = np.frombuffer(self._lengths, dtype=np.intc).astype("<i4")
+        # In 64 bits: 32 would overflow after 2 GiB.
+        sizes = lengths.astype(np.int64) * self.dtype.itemsize
+        pointers = (np.cumsum(sizes) - sizes).astype("<i8")
+        documents = np.frombuffer(self._documents, dtype=np.int64).astype("<i8")
+        file = self._idx_temporary.open("wb")
+        file.write(_HEADER.pack(MAGIC, VERSION, self._code, lengths.size, documents.size))
+        for part in (lengths, pointers, documents):
+            file.write(part.tobytes())
+        _close_synced(file)
+        # An old index must never stand beside a new .bin.
+        idx_path(self.prefix).unlink(missing_ok=True)
+        self._bin_temporary.replace(bin_path(self.prefix))
+        self._idx_temporary.replace(idx_path(self.prefix))
+
+    def abort(self) -> None:
+        """Remove what was written."""
+        self._file.close()
+        self._bin_temporary.unlink(missing_ok=True)
+        self._idx_temporary.unlink(missing_ok=True)
+
+    def _add_length(self, length: int) -> None:
+        if length > _INT32_MAX:
+            raise ValueError(
+                f"{self.prefix}: a sequence of {length} ids; the format holds up to {_INT32_MAX}, split it"
+            )
+        self._lengths.append(length)
+
+    def _convert(self, tokens: npt.ArrayLike) -> TokenArray:
+        ids = np.asarray(tokens)
+        if ids.size == 0:
+            return np.empty(0, dtype=self.dtype)
+        if ids.ndim != 1:
+            raise ValueError(f"{self.prefix}: ids of shape {ids.shape}, one dimension is expected")
+        if ids.dtype != self.dtype and np.issubdtype(self.dtype, np.integer):
+            limits = np.iinfo(self.dtype)
+            low, high = ids.min(), ids.max()
+            if not np.issubdtype(ids.dtype, np.integer) or low < limits.min or high > limits.max:
+                raise ValueError(
+                    f"{self.prefix}: ids from {low} to {high} ({ids.dtype}) do not fit {self.dtype}; choose "
+                    "the type by the vocabulary, see optimal_dtype"
+                )
+        return ids.astype(self.dtype, copy=False)
+
+
+def _close_synced(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
+    """Write one dataset that holds the documents of all `prefixes`, in this order.
+
+    Raises:
+        ValueError: no prefix is given, or their types differ.
+        IndexedDatasetError: one is damaged.
+    """
+    if not prefixes:
+        raise ValueError(f"{output}: no dataset to merge")
+    with IndexedDatasetWriter(output, dtype=IndexedDataset(prefixes[0]).dtype) as writer:
+        for prefix in prefixes:
+            writer.add_index(prefix)

@@ -1,0 +1,69 @@
+"""Which documents belong to training, validation and test: Megatron-LM's arithmetic, read strictly."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+DEFAULT_SPLIT = "969, 30, 1"
+EVEN_SPLIT = "1,1,1"  # of mock data, where none is given
+
+
+class Split(enum.Enum):
+    """The three parts, in the order in which documents are dealt to them."""
+
+    TRAIN = "train"
+    VALID = "valid"
+    TEST = "test"
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """'969, 30, 1' as three shares of sum 1; shares left out at the end are 0.
+
+    Raises:
+        ValueError: not one to three numbers, a negative one, or all zero.
+    """
+    words = [word.strip() for word in text.split(",")]
+    try:
+        shares = [float(word) for word in words]
+    except ValueError:
+        shares = [math.nan]
+    if (
+        len(words) > 3
+        or not all(math.isfinite(share) and share >= 0 for share in shares)
+        or not 0 < sum(shares) < math.inf
+    ):
+        raise ValueError(
+            f"--split {text!r}: must be one to three numbers of 0 or more that are not all 0, separated by "
+            f"commas: the shares of training, validation and test, such as {DEFAULT_SPLIT!r} or '98,2,0'"
+        )
+    train, valid, test = normalize([*shares, 0.0, 0.0][:3])
+    return train, valid, test
+
+
+def normalize(shares: list[float]) -> list[float]:
+    """Divided by their sum, in float64."""
+    values = np.asarray(shares, dtype=np.float64)
+    return [float(share) for share in values / values.sum()]
+
+
+def split_ranges(shares: tuple[float, float, float], num_elements: int) -> list[range | None]:
+    """The elements of each part: borders are the rounded running sums. None for a part whose share is 0.
+
+    A part with a share above 0 can still be empty, where there are too few elements.
+    """
+    borders = [0.0, *itertools.accumulate(shares)]
+    return [
+        range(round(begin * num_elements), round(end * num_elements)) if end > begin else None
+        for begin, end in itertools.pairwise(borders)
+    ]
+
+
+def as_indices(elements: range) -> npt.NDArray[np.integer]:
+    """The elements as an array of the smallest type that Megatron-LM's index can have."""
+    dtype = np.int32 if elements.stop <= np.iinfo(np.int32).max else np.int64
+    return np.arange(elements.start, elements.stop, dtype=dtype)

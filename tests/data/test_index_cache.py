@@ -1,0 +1,252 @@
+"""The index cache: built once a file system, never loaded damaged, usable without any folder."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.data import build as build_module
+from megatron.data import index_cache
+from megatron.data.build import build_gpt_datasets
+from megatron.data.index_cache import IndexCache
+from tests.data.corpora import numbered_corpus
+
+FORK = multiprocessing.get_context("forkserver")
+VALUES = np.arange(1000, dtype=np.int32)
+
+
+def get(cache: IndexCache, log: Path | None = None, pause: float = 0.0, seed: int = 1) -> np.ndarray:
+    """The one array of an entry; each build writes a line to `log`."""
+
+    def build() -> dict[str, np.ndarray]:
+        if log is not None:
+            with log.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+        time.sleep(pause)
+        return {"values": VALUES * seed, "empty": np.empty(0, dtype=np.uint32)}
+
+    arrays = cache.get("Test-train", {"seed": seed}, build)
+    assert arrays["empty"].shape == (0,)
+    assert arrays["empty"].dtype == np.uint32
+    return arrays["values"]
+
+
+def builds(log: Path) -> int:
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def test_an_entry_is_built_once_and_then_mapped(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for _ in range(3):
+        values = get(IndexCache(tmp_path / "cache"), log)
+        assert np.array_equal(values, VALUES)
+        assert isinstance(values, np.memmap)
+    assert builds(log) == 1
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix in (".tmp", ".lock")]
+    assert np.array_equal(get(IndexCache(tmp_path / "cache"), log, seed=2), VALUES * 2)
+    assert builds(log) == 2
+
+
+@pytest.mark.parametrize("ending", ["-values.npy", "-empty.npy", ".json"])
+@pytest.mark.parametrize("damage", ["truncated", "emptied", "changed", "removed"])
+def test_a_damaged_entry_is_built_anew_and_not_loaded(ending: str, damage: str, tmp_path: Path) -> None:
+    folder, log = tmp_path / "cache", tmp_path / "log"
+    get(IndexCache(folder), log)
+    (path,) = folder.glob(f"*{ending}")
+    content = path.read_bytes()
+    if damage == "removed":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(content[: len(content) - 3])
+    elif damage == "emptied":
+        path.write_bytes(b"")
+    else:
+        path.write_bytes(content[:-3] + b"\xff\xff\xff")
+    assert np.array_equal(get(IndexCache(folder), log), VALUES)
+    assert builds(log) == 2
+    assert np.array_equal(get(IndexCache(folder), log), VALUES)
+    assert builds(log) == 2
+
+
+def _rank(folder: str, log: str, delay: float, pause: float, results: Any) -> None:
+    time.sleep(delay)
+    results.put(int(get(IndexCache(Path(folder)), Path(log), pause).sum()))
+
+
+def run_ranks(tmp_path: Path, folders: list[Path], delays: list[float], pause: float) -> int:
+    """One process a folder, with one log; how often the index was built."""
+    results = FORK.Queue()
+    log = tmp_path / "log"
+    processes = [
+        FORK.Process(target=_rank, args=(str(folder), str(log), delay, pause, results))
+        for folder, delay in zip(folders, delays)
+    ]
+    for process in processes:
+        process.start()
+    sums = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert set(sums) == {int(VALUES.sum())}
+    return builds(log)
+
+
+def test_processes_on_one_file_system_build_once_and_the_others_wait(tmp_path: Path) -> None:
+    assert run_ranks(tmp_path, [tmp_path / "cache"] * 4, [0.0] * 4, pause=0.5) == 1
+
+
+def test_it_does_not_matter_who_comes_first(tmp_path: Path) -> None:
+    assert run_ranks(tmp_path, [tmp_path / "cache"] * 3, [1.0, 0.0, 0.3], pause=0.5) == 1
+
+
+def test_nodes_with_disks_of_their_own_each_build_theirs(tmp_path: Path) -> None:
+    assert run_ranks(tmp_path, [tmp_path / "node0", tmp_path / "node1"], [0.0, 0.0], pause=0.1) == 2
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from megatron.data.index_cache import IndexCache
+
+def build():
+    print("building", flush=True)
+    time.sleep(60)
+
+IndexCache(Path(sys.argv[1])).get("Test-train", {"seed": 1}, build)
+"""
+
+
+def test_the_lock_of_a_killed_owner_is_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, log = tmp_path / "cache", tmp_path / "log"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "building\n"
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    assert list(folder.glob("*.lock"))
+    started = time.monotonic()
+    assert np.array_equal(get(IndexCache(folder), log), VALUES)
+    assert time.monotonic() - started < 10
+    assert builds(log) == 1
+    assert "its owner is gone" in caplog.text
+    assert not list(folder.glob("*.lock*"))
+
+
+@pytest.mark.parametrize("text", ['{"host": "another-host", "process": 1}', ""])
+def test_a_lock_that_nobody_touches_is_taken_over(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner died on another host, or before it wrote its name."""
+    monkeypatch.setattr(index_cache, "STALE_SECONDS", 0.5)
+    folder, log = tmp_path / "cache", tmp_path / "log"
+    get(IndexCache(folder), log)
+    (manifest,) = folder.glob("*.json")
+    manifest.unlink()
+    manifest.with_suffix(".lock").write_text(text)
+    started = time.monotonic()
+    assert np.array_equal(get(IndexCache(folder), log), VALUES)
+    assert 0.4 < time.monotonic() - started < 10
+    assert builds(log) == 2
+
+
+def test_an_owner_that_fails_frees_the_lock(tmp_path: Path) -> None:
+    def fail() -> dict[str, np.ndarray]:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        IndexCache(tmp_path).get("Test-train", {"seed": 1}, fail)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_midway_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(index_cache, "_sync", full)
+    with pytest.raises(ValueError, match=r"--data-cache-path .* can not be written .*No space left"):
+        get(IndexCache(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def blocked_folder(tmp_path: Path, name: str) -> Path:
+    """A folder that nobody can write, root included: its parent is a file."""
+    (tmp_path / name).write_text("")
+    return tmp_path / name / "cache"
+
+
+def test_a_folder_that_was_asked_for_and_can_not_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--data-cache-path .*can not be written.*give a folder"):
+        get(IndexCache(blocked_folder(tmp_path, "file")))
+
+
+def test_without_a_folder_of_its_own_the_next_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "log"
+    folders = (blocked_folder(tmp_path, "file"), tmp_path / "user")
+    for _ in range(2):
+        assert np.array_equal(get(IndexCache(None, defaults=folders), log), VALUES)
+    assert builds(log) == 1
+    assert "file/cache can not be written" in caplog.text
+
+
+def test_without_any_folder_the_index_stays_in_memory_and_a_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = get(IndexCache(None, defaults=(blocked_folder(tmp_path, "file"),)))
+    assert np.array_equal(values, VALUES)
+    assert "is kept in memory" in caplog.text
+    assert "--data-cache-path" in caplog.text
+
+
+def test_an_index_lies_beside_read_only_data_in_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = numbered_corpus(tmp_path / "corpus", [9] * 10)
+    monkeypatch.setattr(build_module, "user_cache_folder", lambda: tmp_path / "user")
+
+    def build() -> None:
+        build_gpt_datasets(
+            num_samples=(4, 0, 0),
+            seq_length=4,
+            seed=1,
+            vocab_size=1000,
+            eod=0,
+            data_path=[str(corpus)],
+            split="1",
+        )
+
+    corpus.write_text("")  # takes the place of the folder <prefix>/cache/GPTDataset_indices
+    build()
+    assert list((tmp_path / "user").glob("*-GPTDataset-train.json"))
+    corpus.unlink()
+    (tmp_path / "user").rename(tmp_path / "put away")
+    build()
+    assert list((corpus / "cache" / "GPTDataset_indices").glob("*-GPTDataset-train.json"))
+    assert not (tmp_path / "user").exists()
+
+
+def test_a_corpus_that_was_replaced_gets_an_index_of_its_own(tmp_path: Path) -> None:
+    for lengths in ([9] * 10, [18] * 5):
+        corpus = numbered_corpus(tmp_path / "corpus", lengths)
+        train = build_gpt_datasets(
+            num_samples=(4, 0, 0), seq_length=4, seed=1, vocab_size=1000, eod=0, data_path=[str(corpus)],
+            split="1", data_cache_path=tmp_path / "cache",
+        )[0]  # fmt: skip
+        assert train is not None
+        assert all(len(train[number]) == 5 for number in range(len(train)))
+    manifests = sorted((tmp_path / "cache").glob("*.json"))
+    assert len(manifests) == 2
+    description = json.loads(manifests[0].read_text())["description"]
+    assert description["dataset"] == str(corpus)
+    assert description["requested"] == 4

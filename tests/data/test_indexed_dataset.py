@@ -1,0 +1,269 @@
+"""Token files: Megatron-LM's bytes, and errors that say which file is wrong and why."""
+
+from __future__ import annotations
+
+import filecmp
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data.indexed_dataset import (
+    DTYPE_CODES,
+    IndexedDataset,
+    IndexedDatasetError,
+    IndexedDatasetWriter,
+    merge_datasets,
+    optimal_dtype,
+)
+from tests.data.corpora import FIXTURES, write_corpus
+
+PREPROCESSED = FIXTURES / "preprocess"
+GPT_DATA = FIXTURES / "gpt_dataset" / "data"
+
+
+def assert_same_files(prefix: Path, expected: Path) -> None:
+    for ending in (".bin", ".idx"):
+        assert filecmp.cmp(f"{prefix}{ending}", f"{expected}{ending}", shallow=False), ending
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        PREPROCESSED / "gpt2_eod_text_document",  # documents without tokens
+        PREPROCESSED / "bert_ss_text_sentence",  # several sequences a document
+        GPT_DATA / "alpha",
+        GPT_DATA / "delta_int32",
+        GPT_DATA / "multi_sentence",
+    ],
+    ids=lambda prefix: prefix.name,
+)
+@pytest.mark.parametrize("mmap", [True, False])
+def test_reading_and_writing_gives_megatron_lm_bytes(original: Path, mmap: bool, tmp_path: Path) -> None:
+    source = IndexedDataset(original, mmap=mmap)
+    source.verify()
+    with IndexedDatasetWriter(tmp_path / "by_item", dtype=source.dtype) as by_item:
+        for begin, end in zip(source.document_indices[:-1], source.document_indices[1:]):
+            for sequence in range(begin, end):
+                by_item.add_item(source[sequence])
+            by_item.end_document()
+    assert_same_files(tmp_path / "by_item", original)
+    with IndexedDatasetWriter(tmp_path / "by_document", dtype=source.dtype) as by_document:
+        for begin, end in zip(source.document_indices[:-1], source.document_indices[1:]):
+            sequences = [source[sequence] for sequence in range(begin, end)]
+            ids = np.concatenate(sequences) if sequences else np.empty(0, source.dtype)
+            by_document.add_document(ids, [len(sequence) for sequence in sequences])
+    assert_same_files(tmp_path / "by_document", original)
+
+
+def test_merging_gives_the_bytes_of_megatron_lm_merge(tmp_path: Path) -> None:
+    merge_datasets(
+        [PREPROCESSED / "gpt2_eod_text_document", PREPROCESSED / "gpt2_small_eod_text_document"],
+        tmp_path / "merged",
+    )
+    assert_same_files(tmp_path / "merged", PREPROCESSED / "merged_gpt2")
+
+
+def test_merging_shifts_documents_by_the_sequences_before_them(tmp_path: Path) -> None:
+    parts = [[[[1, 2]], [[3]]], [[[4]], [[5, 6, 7], [8]]], [[], [[9]]]]
+    prefixes = [write_corpus(tmp_path / str(number), part) for number, part in enumerate(parts)]
+    merge_datasets(prefixes, tmp_path / "merged")
+    write_corpus(tmp_path / "at_once", [document for part in parts for document in part])
+    assert_same_files(tmp_path / "merged", tmp_path / "at_once")
+    merged = IndexedDataset(tmp_path / "merged")
+    assert merged.sequence_lengths.tolist() == [2, 1, 1, 3, 1, 1]
+    assert merged.document_indices.tolist() == [0, 1, 2, 3, 5, 5, 6]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    documents=st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=5), max_size=3), max_size=8),
+    mmap=st.booleans(),
+)
+def test_whatever_is_written_is_read_back(
+    documents: list[list[list[int]]], mmap: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    prefix = write_corpus(tmp_path_factory.mktemp("corpus") / "name.with.dots", documents)
+    dataset = IndexedDataset(prefix, mmap=mmap)
+    dataset.verify()
+    sequences = [sequence for document in documents for sequence in document]
+    assert [dataset[number].tolist() for number in range(len(dataset))] == sequences
+    assert dataset.num_documents == len(documents)
+    assert np.diff(dataset.document_indices).tolist() == [len(document) for document in documents]
+    assert dataset.num_tokens == sum(map(len, sequences))
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_an_empty_document_is_kept_wherever_it_stands(empty: int, tmp_path: Path) -> None:
+    documents = [[[1, 2]], [[3]], [[4]]]
+    documents[empty] = []
+    dataset = IndexedDataset(write_corpus(tmp_path / "corpus", documents))
+    assert dataset.num_documents == 3
+    assert len(dataset) == 2
+    assert dataset.document_indices.tolist()[0] == 0
+    assert dataset.document_indices.tolist()[-1] == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPE_CODES.values(), ids=str)
+def test_every_type_of_the_format_is_written_and_read(dtype: np.dtype, tmp_path: Path) -> None:
+    dataset = IndexedDataset(write_corpus(tmp_path / "corpus", [[[1, 2, 3]]], dtype))
+    assert dataset.dtype == dtype
+    assert dataset[0].tolist() == [1, 2, 3]
+
+
+def test_ids_are_stored_in_the_type_that_megatron_lm_chooses() -> None:
+    assert optimal_dtype(65499) == np.uint16
+    assert optimal_dtype(65500) == np.int32
+    assert optimal_dtype(None) == np.int32
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_part_of_a_sequence_is_read(mmap: bool, tmp_path: Path) -> None:
+    dataset = IndexedDataset(write_corpus(tmp_path / "corpus", [[[1, 2], [3, 4, 5, 6]]]), mmap=mmap)
+    assert dataset.get(1, 1).tolist() == [4, 5, 6]
+    assert dataset.get(1, 1, 2).tolist() == [4, 5]
+    assert dataset.get(1, 4).tolist() == []
+    for index, offset, length in [(2, 0, None), (-1, 0, None), (0, 0, 3), (0, 3, None), (0, -1, 1)]:
+        with pytest.raises(IndexError):
+            dataset.get(index, offset, length)
+
+
+def test_ids_that_do_not_fit_the_type_are_refused(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "corpus", dtype=np.uint16) as writer:
+        for ids in ([65536], [-1], [0.5]):
+            with pytest.raises(ValueError, match="do not fit uint16"):
+                writer.add_item(ids)
+        with pytest.raises(ValueError, match=r"3 ids with sequences of \[1, 1\]"):
+            writer.add_document([1, 2, 3], [1, 1])
+
+
+def test_datasets_of_two_types_are_not_joined(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "wide", [[[1]]], np.int32)
+    with pytest.raises(ValueError, match=r"holds int32.*holds uint16"):
+        with IndexedDatasetWriter(tmp_path / "corpus", dtype=np.uint16) as writer:
+            writer.add_index(tmp_path / "wide")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["wide.bin", "wide.idx"]
+
+
+def test_nothing_has_the_final_name_before_it_is_complete(tmp_path: Path) -> None:
+    writer = IndexedDatasetWriter(tmp_path / "corpus", dtype=np.uint16)
+    writer.add_document([1, 2], [2])
+    assert not (tmp_path / "corpus.bin").exists()
+    with pytest.raises(IndexedDatasetError, match=r"corpus\.idx: no such file"):
+        IndexedDataset(tmp_path / "corpus")
+    writer.finalize()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]
+    assert IndexedDataset(tmp_path / "corpus")[0].tolist() == [1, 2]
+
+
+def damage_magic(prefix: Path) -> None:
+    content = bytearray(Path(f"{prefix}.idx").read_bytes())
+    content[0:4] = b"XXXX"
+    Path(f"{prefix}.idx").write_bytes(content)
+
+
+def damage_version(prefix: Path) -> None:
+    content = bytearray(Path(f"{prefix}.idx").read_bytes())
+    content[9:17] = struct.pack("<Q", 2)
+    Path(f"{prefix}.idx").write_bytes(content)
+
+
+def damage_type(prefix: Path) -> None:
+    content = bytearray(Path(f"{prefix}.idx").read_bytes())
+    content[17] = 77
+    Path(f"{prefix}.idx").write_bytes(content)
+
+
+def damage_documents(prefix: Path) -> None:
+    content = bytearray(Path(f"{prefix}.idx").read_bytes())
+    content[-8:] = struct.pack("<q", 1)
+    Path(f"{prefix}.idx").write_bytes(content)
+
+
+def cut(name: str, size: int):
+    def damage(prefix: Path) -> None:
+        path = Path(f"{prefix}{name}")
+        path.write_bytes(path.read_bytes()[:size])
+
+    return damage
+
+
+def lengthen(name: str):
+    def damage(prefix: Path) -> None:
+        with Path(f"{prefix}{name}").open("ab") as file:
+            file.write(b"xxxx")
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (cut(".idx", 0), r"corpus\.idx: 0 bytes, less than the 34 of a header"),
+        (cut(".idx", 60), r"corpus\.idx: 60 bytes, but 2 sequences and 2 documents take 82; .*truncated"),
+        (lengthen(".idx"), r"corpus\.idx: 86 bytes, but 2 sequences .*damaged"),
+        (cut(".bin", 6), r"corpus\.bin: 6 bytes, but .*corpus\.idx describes 12; .*truncated or belongs"),
+        (lengthen(".bin"), r"corpus\.bin: 16 bytes, but .*corpus\.idx describes 12"),
+        (damage_magic, r"corpus\.idx: begins with b'XXXX"),
+        (damage_version, r"corpus\.idx: version 2, only 1 is known"),
+        (damage_type, r"corpus\.idx: type code 77"),
+        (damage_documents, r"corpus\.idx: documents cover sequences 0 to 1, the file has 0 to 2"),
+        (lambda prefix: Path(f"{prefix}.bin").unlink(), r"corpus\.bin: no such file"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_its_name_and_the_reason(damage, message: str, tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "corpus", [[[1, 2, 3]], [[4, 5, 6]]])
+    damage(prefix)
+    with pytest.raises(IndexedDatasetError, match=message):
+        IndexedDataset(prefix)
+
+
+def test_two_more_bytes_are_the_modes_of_two_sequences(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "corpus", [[[1, 2, 3]], [[4, 5, 6]]])
+    with Path(f"{prefix}.idx").open("ab") as file:
+        file.write(b"\x00\x01")
+    modes = IndexedDataset(prefix).sequence_modes
+    assert modes is not None
+    assert modes.tolist() == [0, 1]
+    with pytest.raises(ValueError, match="multimodal"):
+        merge_datasets([prefix], tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    "offset, value, message",
+    [
+        (34, struct.pack("<ii", 4, 3), "sequence 1 begins at byte 6, the sequences before it end at byte 8"),
+        (34, struct.pack("<ii", -1, 3), "sequence 0 has a negative length"),
+        (34 + 8 + 16 + 8, struct.pack("<q", 5), "not in ascending order"),
+    ],
+)
+def test_verify_finds_what_opening_does_not_read(
+    offset: int, value: bytes, message: str, tmp_path: Path
+) -> None:
+    prefix = write_corpus(tmp_path / "corpus", [[[1, 2, 3]], [[4, 5, 6]]])
+    content = bytearray(Path(f"{prefix}.idx").read_bytes())
+    content[offset : offset + len(value)] = value
+    Path(f"{prefix}.idx").write_bytes(content)
+    dataset = IndexedDataset(prefix)
+    with pytest.raises(IndexedDatasetError, match=message):
+        dataset.verify()
+
+
+def test_byte_offsets_are_64_bits_wide(tmp_path: Path) -> None:
+    """Sequences that begin beyond 2 GiB; the file is sparse."""
+    long = 2**30
+    with IndexedDatasetWriter(tmp_path / "corpus", dtype=np.int32) as writer:
+        writer._file.truncate(long * 4)
+        writer._file.seek(long * 4)
+        writer._add_length(long)
+        writer.add_item([7, 8, 9])
+        writer.end_document()
+    for mmap in (True, False):
+        dataset = IndexedDataset(tmp_path / "corpus", mmap=mmap)
+        dataset.verify()
+        assert dataset[1].tolist() == [7, 8, 9]
+        assert dataset.get(0, long - 2).tolist() == [0, 0]
+        assert dataset.num_tokens == long + 3
