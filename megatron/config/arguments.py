@@ -43,7 +43,7 @@ def parse_arguments(
         argv: words after the program's name; those of the process when None.
         extra_args_provider: adds a program's own arguments to the parser that it is given.
         world_size: number of processes, when a launcher has started them.
-        purpose: which rules must hold; `--print-parallel-groups --world-size N` needs the layout only.
+        purpose: which rules must hold; to print the groups of another world, those of the layout do.
         check_files: whether tokenizer files and corpora must be there.
         say: receives the line about accepted flags and the printed configuration; silent ranks pass another.
 
@@ -66,8 +66,8 @@ def parse_arguments(
         reader.read_entries(entries)
     reader.read_flags(flags)
     extra_values = reader.read_extra(extra)
-    if reader.value("print_parallel_groups") and reader.value("world_size") is not None:
-        purpose, world_size = "layout", None
+    if reader.value("print_parallel_groups") and reader.value("world_size") not in (None, world_size or 1):
+        purpose, world_size = "layout", None  # another world is printed, and nothing run
     config = reader.build(purpose)
     config = reader.with_world_size(config, world_size)
     problems = reader.all_problems(config, purpose=purpose, check_files=check_files)

@@ -61,7 +61,8 @@ class TokenizerConfig:
         ),
     )
     vocab_size: int | None = field(
-        default=None, metadata=flag("Vocabulary of NullTokenizer.", affects="model")
+        default=None,
+        metadata=flag("Vocabulary of NullTokenizer; others know theirs, which it must be.", affects="model"),
     )
     make_vocab_size_divisible_by: int = field(
         default=128, metadata=flag("Pad the vocabulary to a multiple of this x TP.")
@@ -93,15 +94,14 @@ class TokenizerConfig:
                     f"{' and '.join(_flag(need) for need in needs)}",
                     works=f"{_flag(name)} {'N' if name == 'vocab_size' else 'FILE'}",
                 )
-        for name in (*_FILES, "vocab_size"):
+        for name in _FILES:
             if name not in needs and getattr(self, name) is not None:
                 users = [kind for kind, uses in _NEEDS.items() if name in uses]
-                more = " (to fix the rows of the model, --padded-vocab-size)" if name == "vocab_size" else ""
                 yield Problem(
                     flags=(_flag(name), "--tokenizer-type"),
                     value=getattr(self, name),
                     rule=f"{self.tokenizer_type} does not use it",
-                    works=f"leave out {_flag(name)}{more}; or --tokenizer-type {users[0]}",
+                    works=f"leave out {_flag(name)}; or --tokenizer-type {users[0]}",
                 )
         yield from self._size_problems()
 

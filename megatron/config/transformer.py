@@ -263,6 +263,13 @@ class TransformerConfig:
         return f"--rotary-percent {int(even) / self.head_dim:.6g} ({even} columns)"
 
     def _range_problems(self) -> Iterator[Problem]:
+        if self.ffn_hidden_size is None and self.hidden_size > 0 and self.ffn_size < 1:
+            yield Problem(
+                flags=("--ffn-hidden-size", "--hidden-size", "--swiglu"),
+                rule=f"with SwiGLU it is 8/3 x --hidden-size {self.hidden_size} rounded down to a multiple "
+                "of 64 when not given, and that is 0",
+                works=f"--ffn-hidden-size {4 * self.hidden_size}; --hidden-size 24 or more",
+            )
         for name in ("hidden_dropout", "attention_dropout"):
             value = getattr(self, name)
             if not 0 <= value < 1:

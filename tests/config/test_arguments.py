@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.config import ConfigError, MegatronConfig, parse_arguments
 from megatron.config.arguments import _Group, _Reader
@@ -202,6 +205,15 @@ def test_printing_the_groups_of_any_world_needs_neither_model_nor_data() -> None
         parse_arguments(line.replace("1536", "1535").split())
 
 
+def test_printing_the_groups_of_the_started_world_runs_it_so_all_rules_hold() -> None:
+    line = "--world-size 4 --print-parallel-groups"
+    parse_arguments(command_line(line), world_size=4)
+    with pytest.raises(ConfigError, match="--num-layers: must be given"):
+        parse_arguments(line.split(), world_size=4)
+    with pytest.raises(ConfigError, match="--num-layers: must be given"):
+        parse_arguments(["--world-size", "1", "--print-parallel-groups"])
+
+
 def test_another_purpose_needs_no_training_flags() -> None:
     line = command_line("", "--mock-data --train-iters")
     config, _ = parse_arguments(line, purpose="model")
@@ -248,3 +260,25 @@ def test_a_configuration_cannot_be_changed(parse: Parse) -> None:
     for option in all_options():
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(getattr(config, option.section), option.field, None)
+
+
+FLAGS = st.sampled_from([option.name for option in all_options()])
+WORDS = st.sampled_from(
+    ["0", "1", "-1", "2", "3", "7", "64", "0.5", "1e30", "rope", "WSD", "fp16", "a", "", "0,0", "|"]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(FLAGS, st.lists(WORDS, max_size=3)), max_size=8), st.sampled_from([None, 1, 2, 6, 8])
+)
+def test_whatever_the_values_the_answer_is_a_configuration_or_all_its_problems(
+    changes: list[tuple[str, list[str]]], world_size: int | None
+) -> None:
+    line = [word for name, words in changes for word in (name, *words)]
+    config = None
+    with contextlib.suppress(ConfigError):
+        config, _ = parse_arguments([*command_line(), *line], world_size=world_size, say=lambda text: None)
+    if config is not None:
+        assert MegatronConfig.from_json(config.to_json()) == config
+        assert config.problems() == []

@@ -28,6 +28,12 @@ REFUSED = [
     ),
     ("--hidden-dropout 1", "", None, ["--hidden-dropout 1.0", "probability"]),
     ("--attention-dropout -0.1", "", None, ["--attention-dropout -0.1", "probability"]),
+    (
+        "--swiglu --hidden-size 16",
+        "",
+        None,
+        ["--ffn-hidden-size", "--hidden-size 16", "that is 0", "--ffn-hidden-size 64"],
+    ),
     ("--fast-attention-dropout --attention-dropout 0", "", None, ["--fast-attention-dropout", "is 0"]),
     (
         "--rotary-percent 0.5",
@@ -337,7 +343,8 @@ def test_missing_tokenizer_files_and_corpora_are_found_before_the_start(
         (tmp_path / f"corpus_text_document{end}").write_bytes(b"")
     line = (
         f"--tokenizer-type GPT2BPETokenizer --vocab-file {tmp_path}/vocab.jsn "
-        f"--merge-file {tmp_path}/nowhere/m.txt --data-path 0.5 {tmp_path}/corpus_text_document 0.5 {tmp_path}/corpus"
+        f"--merge-file {tmp_path}/nowhere/m.txt "
+        f"--data-path 0.5 {tmp_path}/corpus_text_document 0.5 {tmp_path}/corpus"
     )
     text = refused(line, without="--mock-data --vocab-size", problems=3, check_files=True)
     assert f"--vocab-file {tmp_path}/vocab.jsn: no such file" in text
