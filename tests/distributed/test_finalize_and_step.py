@@ -104,7 +104,7 @@ def check_steps(
     assert_all_parity(toy_shards.assemble(named, state), expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.label)
 def test_three_steps_of_any_layout_are_those_of_torch_in_one_process(layout: Layout) -> None:
     """Every rank ends with its part of the global gradient, also of what it does not own: no copy may drift.
 

@@ -44,6 +44,10 @@ class Layout:
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.data
 
+    def label(self) -> str:
+        tied = "" if self.tied else "-untied"
+        return f"tp{self.tensor}-pp{self.pipeline}-dp{self.data}-g{self.query_groups}{tied}"
+
 
 def state_of(layout: Layout, rank: int) -> ParallelState:
     grid = grid_of_world(layout.world_size, tensor=layout.tensor, pipeline=layout.pipeline)

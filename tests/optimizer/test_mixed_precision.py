@@ -257,6 +257,20 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", LOW)
+def test_the_model_is_the_rounding_of_the_main_parameters_as_soon_as_those_are_loaded(
+    dtype: torch.dtype,
+) -> None:
+    model = toy_model(dtype)
+    optimizer = optimizer_of([data_parallel(model)])
+    main = {n.key.removeprefix("optimizer.main_param."): n.tensor for n in optimizer.named_state()}
+    for name in dict(model.named_parameters()):
+        main[name].normal_(generator=torch.Generator().manual_seed(4))
+    optimizer.after_load(main_params_loaded=True)
+    for name, parameter in model.named_parameters():
+        assert_bitwise(parameter.data, main[name].to(dtype), name)
+
+
+@pytest.mark.parametrize("dtype", LOW)
 def test_main_parameters_come_from_the_model_when_only_the_model_was_loaded(dtype: torch.dtype) -> None:
     model = toy_model(dtype)
     optimizer = optimizer_of([data_parallel(model)])
