@@ -323,39 +323,42 @@ def _vocabulary(config: MegatronConfig) -> int:
 def _tensor_problems(config: MegatronConfig, tensor: int) -> Iterator[Problem]:
     model, name = config.model, "--tensor-model-parallel-size"
     heads, groups, ffn = model.num_attention_heads, model.query_groups, model.ffn_size
+    length = config.data.seq_length if config.parallel.sequence_parallel else 0
+    fits = [
+        size
+        for size in divisors(heads)
+        if (groups % size == 0 or size % max(groups, 1) == 0) and ffn % size == 0 and length % size == 0
+    ]
+    if config.parallel.sequence_parallel:
+        fits.remove(1)
+    sizes = f"{name} {near(fits, tensor)}" if fits else f"{name} 1 without --sequence-parallel"
     if heads % tensor:
         yield Problem(
             flags=("--num-attention-heads", name),
             value=heads,
             rule=f"must be divisible by {name} {tensor}: each rank holds whole heads",
-            works=f"--num-attention-heads {near(multiples(heads, tensor), heads)}; "
-            f"{name} {near(divisors(heads), tensor)}",
+            works=f"--num-attention-heads {near(multiples(heads, tensor), heads)}; {sizes}",
         )
     elif groups > 0 and groups % tensor and tensor % groups:
-        fits = [size for size in divisors(heads) if groups % size == 0 or size % groups == 0]
         yield Problem(
             flags=("--num-query-groups", name, "--num-attention-heads"),
             value=groups,
             rule=f"must be divisible by {name} {tensor}, or divide it",
-            works=f"--num-query-groups {near(divisors(tensor) + multiples(groups, tensor), groups)}; "
-            f"{name} {near(fits, tensor)}",
+            works=f"--num-query-groups {near(divisors(tensor) + multiples(groups, tensor), groups)}; {sizes}",
         )
     if ffn > 0 and ffn % tensor:
         yield Problem(
             flags=("--ffn-hidden-size", name, "--hidden-size"),
             value=ffn,
             rule=f"must be divisible by {name} {tensor}",
-            works=f"--ffn-hidden-size {near(multiples(ffn, tensor), ffn)}; "
-            f"{name} {near(divisors(ffn), tensor)}",
+            works=f"--ffn-hidden-size {near(multiples(ffn, tensor), ffn)}; {sizes}",
         )
-    length = config.data.seq_length
-    if config.parallel.sequence_parallel and length > 0 and length % tensor:
+    if length > 0 and length % tensor:
         yield Problem(
             flags=("--seq-length", "--sequence-parallel", name),
             value=length,
             rule=f"must be divisible by {name} {tensor} with --sequence-parallel",
-            works=f"--seq-length {near(multiples(length, tensor), length)}; "
-            f"{name} {near(divisors(length), tensor)}",
+            works=f"--seq-length {near(multiples(length, tensor), length)}; {sizes}",
         )
 
 

@@ -240,6 +240,16 @@ def test_all_problems_are_reported_at_once(refused: Refused) -> None:
     assert text.startswith("7 problems in the configuration:")
 
 
+def test_tensor_parallel_sizes_that_are_said_to_work_do(refused: Refused, parse: Parse) -> None:
+    line = (
+        "--num-attention-heads 12 --hidden-size 96 --ffn-hidden-size 200 --seq-length 30 --sequence-parallel"
+    )
+    text = refused(f"{line} --tensor-model-parallel-size 3 --global-batch-size 2", world_size=3)
+    assert "--ffn-hidden-size 200: must be divisible by --tensor-model-parallel-size 3" in text
+    assert "; --tensor-model-parallel-size 2\n" in text + "\n"
+    parse(f"{line} --tensor-model-parallel-size 2 --global-batch-size 2", world_size=2)
+
+
 def test_a_rule_about_an_unreadable_value_is_not_reported_on_top(refused: Refused) -> None:
     text = refused("--hidden-size big --tensor-model-parallel-size 2", world_size=2)
     assert "--hidden-size big: must be a whole number" in text
