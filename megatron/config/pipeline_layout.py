@@ -29,6 +29,9 @@ _PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _SCHEDULE = "--pipeline-schedule"
 
+# Symbols in a layout string: far above any model, far below what a mistyped repeat could take of memory.
+_LONGEST = 100_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayout:
@@ -288,14 +291,18 @@ def _counts_from_string(model: TransformerConfig, parallel: ParallelConfig, text
 def _expand(text: str) -> str:
     """The layout string with commas, blanks, groups and repeats resolved: only E, t, m, L and | are left."""
     expanded = re.sub(r"[\s,]", "", text)
-    group = re.compile(r"(?:\(([EtmL|]*)\)|([EtmL|]))\*(\d{1,4})|\(([EtmL|]*)\)(?!\*)")
-    while group.search(expanded):
-        expanded = group.sub(lambda m: (m[1] or m[2] or "") * int(m[3]) if m[3] else m[4], expanded, count=1)
+    repeat = re.compile(r"(?:\(([EtmL|]*)\)|([EtmL|]))\*(\d{1,9})(?!\d)|\(([EtmL|]*)\)(?!\*)")
+    while (match := repeat.search(expanded)) is not None:
+        body = match[1] or match[2] or match[4] or ""
+        times = int(match[3] or 1)
+        if len(body) * times > _LONGEST:
+            works = "at most as many t as layers, and as many | as chunks"
+            _refuse((_LAYOUT,), text, f"repeats {body} too often: {times} times", works)
+        expanded = expanded[: match.start()] + body * times + expanded[match.end() :]
     unknown = re.sub(r"[EtmL|]", "", expanded)
     if unknown:
-        rule = f"has {unknown[0]!r} where it has no meaning"
         works = "E (embedding), t (layer), L (output), | (next chunk), t*3 and (tt|)*3 (repeats)"
-        _refuse((_LAYOUT,), text, rule, works)
+        _refuse((_LAYOUT,), text, f"has {unknown[0]!r} where it has no meaning", works)
     return expanded
 
 

@@ -1,0 +1,236 @@
+"""Walks a pipeline plan: calls the model's chunks, moves activations and gradients between them.
+
+Knows no schedule: what runs when is the plan's business, what is sent to whom follows from the plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from megatron.config.pipeline_layout import StageLayout
+from megatron.core.comm_group import CommGroup
+from megatron.core.pipeline_parallel.p2p_communication import Exchange, PipelineCommunicator
+from megatron.core.pipeline_parallel.schedule_plan import Action, Kind, Plan
+
+BatchT = TypeVar("BatchT")
+# (micro-batch, model chunk, hidden states from the chunk before it) -> hidden states, or sums of loss terms
+ForwardStep = Callable[[BatchT, Any, Tensor | None], Tensor | Mapping[str, Tensor]]
+
+
+class PipelineExecutor:
+    """Runs the model chunks of one stage. Made once, by all ranks of the world at the same time.
+
+    Args:
+        group: the pipeline group; this rank's position in it is its stage. In a group of one nothing is sent.
+        chunks: the model chunks of this stage; only ever handed to the forward step.
+        layouts: what each chunk holds, in the same order.
+        hidden_shape: shape of the hidden states of a micro-batch on this rank, (s, b, h), or (s/t, b, h) with
+            sequence parallelism.
+        timeout: how long to wait for a neighbour; None: the default of torch.distributed.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: CommGroup,
+        chunks: Sequence[object],
+        layouts: Sequence[StageLayout],
+        hidden_shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        timeout: timedelta | None = None,
+    ) -> None:
+        assert len(chunks) == len(layouts), (len(chunks), len(layouts))
+        ends = [
+            (group.is_first and c == 0, group.is_last and c == len(layouts) - 1) for c in range(len(layouts))
+        ]
+        assert [(layout.has_embedding, layout.has_output) for layout in layouts] == ends, layouts
+        self._stage = group.rank
+        self._chunks = tuple(chunks)
+        self._layouts = tuple(layouts)
+        self._communicator = PipelineCommunicator(
+            group,
+            num_chunks=len(chunks),
+            hidden_shape=hidden_shape,
+            dtype=dtype,
+            device=device,
+            timeout=timeout,
+        )
+
+    def run(
+        self,
+        plans: Plan,
+        microbatches: Sequence[BatchT],
+        forward_step: ForwardStep[BatchT],
+        *,
+        divisors: Sequence[Mapping[str, Tensor]] | None,
+        loss_scale: float | Tensor = 1.0,
+        forward_only: bool = False,
+    ) -> list[dict[str, Tensor]]:
+        """Runs this stage's plan, and accumulates gradients in the chunks' parameters unless `forward_only`.
+
+        Args:
+            plans: the plans of all stages, for the chunks and micro-batches given.
+            microbatches: what the forward step gets on this stage, for each micro-batch.
+            forward_step: (micro-batch, chunk, hidden states or None for the chunk with the embedding) ->
+            hidden
+                states; from the chunk with the output: for each loss term the *sum* over this micro-batch.
+            divisors: for each micro-batch and loss term what its sum is divided by before the backward: the
+            count
+                over the global batch. Nothing is divided later. May be None with `forward_only`.
+            loss_scale: what the loss is multiplied with before the backward.
+            forward_only: compute no gradients, keep no activations; the plans must have no backward.
+
+        Returns:
+            The undivided, unscaled loss terms of each micro-batch on the stage with the output; else [].
+        """
+        communicator = self._communicator
+        assert len(plans) == communicator.group.size, (len(plans), communicator.group.size)
+        run = _Run(
+            chunks=self._chunks,
+            layouts=self._layouts,
+            microbatches=microbatches,
+            forward_step=forward_step,
+            divisors=divisors,
+            loss_scale=loss_scale,
+            forward_only=forward_only,
+            hidden_shape=communicator.hidden_shape,
+            dtype=communicator.dtype,
+            exchange=communicator.exchange(plans),
+            live={},
+            losses={},
+        )
+        with torch.set_grad_enabled(not forward_only):
+            for position, action in enumerate(plans[self._stage]):
+                try:
+                    run.step(position, action)
+                except Exception as error:
+                    error.add_note(f"in the pipeline: stage {self._stage}, action {action}")
+                    raise
+        try:
+            run.exchange.finish()
+        except Exception as error:
+            error.add_note(
+                f"in the pipeline: stage {self._stage}, waiting for neighbours after the last action"
+            )
+            raise
+        assert not run.live, "the plan left a forward without a backward"
+        return [run.losses[i] for i in range(len(microbatches))] if self._layouts[-1].has_output else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run(Generic[BatchT]):
+    """One run of a plan. `live` holds (input, output) of each (chunk, micro-batch) between forward and
+    backward."""
+
+    chunks: tuple[object, ...]
+    layouts: tuple[StageLayout, ...]
+    microbatches: Sequence[BatchT]
+    forward_step: ForwardStep[BatchT]
+    divisors: Sequence[Mapping[str, Tensor]] | None
+    loss_scale: float | Tensor
+    forward_only: bool
+    hidden_shape: tuple[int, ...]
+    dtype: torch.dtype
+    exchange: Exchange
+    live: dict[tuple[int, int], tuple[Tensor | None, Tensor]]
+    losses: dict[int, dict[str, Tensor]]
+
+    def step(self, position: int, action: Action) -> None:
+        """Carries out one action."""
+        self.exchange.post_receives(position)
+        if action.kind is Kind.FORWARD:
+            self._forward(action)
+        else:
+            self._backward(action)
+
+    def _forward(self, action: Action) -> None:
+        layout = self.layouts[action.chunk]
+        hidden_states = None if layout.has_embedding else self.exchange.receive(action)
+        if hidden_states is not None and not self.forward_only:
+            hidden_states.requires_grad_()
+        result = self.forward_step(
+            self.microbatches[action.microbatch], self.chunks[action.chunk], hidden_states
+        )
+        if layout.has_output:
+            output = self._loss(result, action.microbatch)
+        else:
+            output = self._hand_on(result, hidden_states, action)
+        if not self.forward_only:
+            assert output.requires_grad, f"the output of {action} depends on no parameter and no input"
+            self.live[action.chunk, action.microbatch] = (hidden_states, output)
+
+    def _hand_on(
+        self, result: Tensor | Mapping[str, Tensor], hidden_states: Tensor | None, action: Action
+    ) -> Tensor:
+        """Sends hidden states to the next chunk, and frees them here."""
+        if not isinstance(result, Tensor):
+            raise TypeError(
+                f"a chunk without the output must return hidden states, not {type(result).__name__}"
+            )
+        if result.shape != self.hidden_shape or result.dtype != self.dtype:
+            raise ValueError(
+                f"hidden states of shape {tuple(result.shape)} and {result.dtype} do not fit the next chunk, "
+                f"which expects {tuple(self.hidden_shape)} and {self.dtype}"
+            )
+        # A chunk without layers may return its input itself, which is freed later, by its own sender.
+        output = result.view_as(result) if result is hidden_states else result
+        self.exchange.send(action, output.detach())
+        if not self.forward_only:
+            _free_data(output)
+        return output
+
+    def _loss(self, result: Tensor | Mapping[str, Tensor], microbatch: int) -> Tensor:
+        """Keeps the loss terms; returns what the backward starts from."""
+        if isinstance(result, Tensor) or not result:
+            raise TypeError(
+                f"the chunk with the output must return a dict of loss sums, not {type(result).__name__}"
+            )
+        self.losses[microbatch] = {name: term.detach() for name, term in result.items()}
+        terms = list(result.values())
+        if self.forward_only:
+            return terms[0]
+        assert self.divisors is not None, "training needs divisors"
+        divisors = self.divisors[microbatch]
+        if divisors.keys() != result.keys():
+            raise ValueError(
+                f"the forward step returned loss terms {list(result)}, divisors are {list(divisors)}"
+            )
+        return torch.stack([term / divisors[name] for name, term in result.items()]).sum() * self.loss_scale
+
+    def _backward(self, action: Action) -> None:
+        hidden_states, output = self.live.pop((action.chunk, action.microbatch))
+        if self.layouts[action.chunk].has_output:
+            gradient = torch.ones_like(output)
+        else:
+            gradient = self.exchange.receive(action)
+        _run_backward(output, gradient)
+        if hidden_states is not None:
+            assert hidden_states.grad is not None, f"{action} gave its input no gradient"
+            self.exchange.send(action, hidden_states.grad)
+
+
+def _free_data(output: Tensor) -> None:
+    """Gives up the values of a tensor, and keeps its place in the graph.
+
+    The next stage has the values, the backward of this one needs only the graph; see `_run_backward`.
+    """
+    output.data = torch.empty((), dtype=output.dtype, device=output.device)
+
+
+def _run_backward(output: Tensor, gradient: Tensor) -> None:
+    """`torch.autograd.backward` without its check that output and gradient have the same shape.
+
+    An output whose data were freed has none; the engine itself compares with the shape that the graph
+    recorded.
+    """
+    Variable._execution_engine.run_backward(
+        (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
