@@ -96,8 +96,10 @@ class MegatronOptimizer:
         assert self._schedule is not None, "set_schedule() must be called before step()"
         lr, weight_decay = self._schedule
         scale = self.loss_scale
-        grad_norm = self._grad_norm() / scale
-        num_zeros = int(self._over_model(count_zeros, torch.int64)) if self._count_zeros else None
+        grad_norm = self._norm(lambda part: part.buffer.gradients) / scale
+        num_zeros = None
+        if self._count_zeros:
+            num_zeros = int(self._over_model(lambda part: part.buffer.gradients, count_zeros, torch.int64))
         finite = math.isfinite(grad_norm)
         if finite:
             self._updates += 1
@@ -115,18 +117,28 @@ class MegatronOptimizer:
         """The report of a step that changes nothing, such as one on a batch without a single token."""
         return UpdateReport(applied=False, grad_norm=0.0, num_zeros=None, loss_scale=self.loss_scale)
 
-    def _grad_norm(self) -> float:
-        """Norm of the gradients of the global model, still multiplied by the loss scale."""
-        total = float(self._over_model(sum_of_squares, torch.float64))
-        if not math.isfinite(total):  # squares may overflow where gradients do not
-            total = float(self._over_model(exact_sum_of_squares, torch.float64))
+    @torch.no_grad()
+    def params_norm(self) -> float:
+        """Global norm of the main parameters; a collective over the ranks of the model."""
+        return self._norm(lambda part: part.main)
+
+    def _norm(self, flat_of: Callable[[MainParameters], Tensor]) -> float:
+        """Norm of a flat tensor of each part, over the global model."""
+        total = float(self._over_model(flat_of, sum_of_squares, torch.float64))
+        if not math.isfinite(total):  # squares may overflow where the elements do not
+            total = float(self._over_model(flat_of, exact_sum_of_squares, torch.float64))
         return math.sqrt(total) if total >= 0 else total  # a NaN stays one
 
-    def _over_model(self, measure: Callable[[Tensor, Iterable[Run]], Tensor], dtype: torch.dtype) -> Tensor:
-        """Sum of a measure of the owned gradients over all buffers of all ranks of the model."""
+    def _over_model(
+        self,
+        flat_of: Callable[[MainParameters], Tensor],
+        measure: Callable[[Tensor, Iterable[Run]], Tensor],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Sum of a measure of the owned elements of each flat tensor, over the ranks of the model."""
         total = torch.zeros((), dtype=dtype, device=self._device)
         for part in self.parts:
-            total += measure(part.buffer.gradients, part.owned)
+            total += measure(flat_of(part), part.owned)
         collectives.all_reduce_(total, self.model_group)
         return total
 

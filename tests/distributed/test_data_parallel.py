@@ -121,6 +121,19 @@ def test_a_tied_weight_gets_what_autograd_gives_and_what_its_layer_adds() -> Non
     assert model.output_weight.grad is None
 
 
+def test_a_layer_that_accumulates_by_itself_leaves_autograd_nothing() -> None:
+    """The hook of such a weight may run, and must not mind that there is no gradient."""
+    model = with_whole_shards(nn.Linear(7, 5, bias=False, dtype=torch.float64))
+    reference = model.weight.detach().clone().requires_grad_()
+    data_parallel(model)
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        AccumulatingLinear.apply(x, model.weight).square().sum().backward()
+        (x @ reference.t()).square().sum().backward()
+    assert_parity(main_grad_of(model.weight), reference.grad)
+    assert model.weight.grad is None
+
+
 def test_loading_a_state_dict_writes_into_the_buffer() -> None:
     model = toy_model()
     (buffer,) = data_parallel(model).grad_buffers

@@ -96,6 +96,8 @@ def check_steps(
         assert report.applied
         assert report.grad_norm == pytest.approx(norms[step], rel=1e-12)
         assert report.num_zeros == 0, "rows of padding are no gradients"
+    everything = np.concatenate([array.reshape(-1) for array in parameters.values()])
+    assert optimizer.params_norm() == pytest.approx(float(np.linalg.norm(everything)), rel=1e-12)
     for parameter in chunk.trainable_parameters():
         whole = torch.from_numpy(parameters[shard_of(parameter).name])
         assert_my_part(parameter, parameter.data, whole, "value")

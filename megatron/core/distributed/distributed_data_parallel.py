@@ -74,6 +74,7 @@ class DistributedDataParallel(nn.Module):
 
 
 def _move_to_main_grad(parameter: Tensor) -> None:
-    assert parameter.grad is not None
+    if parameter.grad is None:  # a linear layer has added to main_grad itself, and given autograd nothing
+        return
     main_grad_of(parameter).add_(parameter.grad)
     parameter.grad = None
