@@ -1,0 +1,246 @@
+"""Causal self-attention with grouped queries, over the heads that this rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.transformer import TransformerConfig
+from megatron.core.comm_group import CommGroup
+from megatron.core.shard import Init, Piece, even_pieces
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import DropoutStream, attention_dropout
+from megatron.model.dropout_sites import ATTENTION_WEIGHTS
+from megatron.model.init import output_std
+from megatron.model.norms import build_norm
+from megatron.model.rotary import RotaryTable, apply_rotary
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalHeads:
+    """The heads of a rank: a run of query heads, and the key and value of every group that they belong to.
+
+    Attributes:
+        first: global number of the first query head.
+        queries: number of query heads, a/t.
+        groups: number of keys and values, g/t, or one when there are fewer groups than ranks.
+        rows: which rows of the global QKV weight [g, a/g queries + key + value, d] they are.
+    """
+
+    first: int
+    queries: int
+    groups: int
+    rows: tuple[Piece, ...]
+
+
+def local_heads(config: TransformerConfig, group: CommGroup) -> LocalHeads:
+    """Cut the query heads evenly over the group; each rank gets the keys and values that its heads use.
+
+    With fewer groups than ranks several ranks hold the same key and value, each with a part of their
+    gradient; the one with the first query head of the group owns them.
+    """
+    (heads,) = even_pieces(config.num_attention_heads, group)
+    per_group, dim = config.num_attention_heads // config.query_groups, config.head_dim
+    rows: list[Piece] = []
+    local = 0
+    groups = range(heads.start // per_group, (heads.start + heads.length - 1) // per_group + 1)
+    for number in groups:
+        first, last = number * per_group, (number + 1) * per_group - 1
+        start, stop = max(heads.start, first), min(heads.start + heads.length, last + 1)
+        group_row = number * (per_group + 2) * dim
+        queries = (stop - start) * dim
+        holders = last // heads.length - first // heads.length + 1
+        rows.append(Piece(local=local, start=group_row + (start - first) * dim, length=queries))
+        rows.append(
+            Piece(
+                local=local + queries,
+                start=group_row + per_group * dim,
+                length=2 * dim,
+                holders=holders,
+                owned=start == first,
+            )
+        )
+        local += queries + 2 * dim
+    assert heads.length % len(groups) == 0, f"{heads.length} query heads of a rank over {len(groups)} groups"
+    return LocalHeads(first=heads.start, queries=heads.length, groups=len(groups), rows=_merge(rows))
+
+
+def _merge(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """Join neighbours with the same holders and owner: without replication one run is left."""
+    merged = pieces[:1]
+    for piece in pieces[1:]:
+        last = merged[-1]
+        adjacent = (last.local + last.length, last.start + last.length) == (piece.local, piece.start)
+        if adjacent and (last.holders, last.owned) == (piece.holders, piece.owned):
+            length = last.length + piece.length
+            merged[-1] = Piece(
+                local=last.local, start=last.start, length=length, holders=last.holders, owned=last.owned
+            )
+        else:
+            merged.append(piece)
+    return tuple(merged)
+
+
+class SelfAttention(nn.Module):
+    """Queries, keys and values from one projection, attention, and a projection back.
+
+    Args:
+        layer: global number of the layer, from 0: dropout masks depend on it.
+        group: the tensor-parallel group that the heads are cut over.
+        sequence_parallel: whether input and output are cut along the sequence over the same group.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        layer: int,
+        group: CommGroup,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.rotary_interleaved = config.rotary_interleaved
+        self.dropout_probability = config.attention_dropout
+        self.fast_dropout = config.fast_attention_dropout
+        self.heads = local_heads(config, group)
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size,
+            config.query_size + 2 * config.query_groups * config.head_dim,
+            group=group,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            sequence_parallel=sequence_parallel,
+            init=Init.normal(config.init_method_std),
+            dtype=dtype,
+            device=device,
+            pieces=self.heads.rows,
+        )
+        self.linear_proj = RowParallelLinear(
+            config.query_size,
+            config.hidden_size,
+            group=group,
+            bias=config.add_bias_linear,
+            sequence_parallel=sequence_parallel,
+            init=Init.normal(output_std(config.init_method_std, config.num_layers)),
+            dtype=dtype,
+            device=device,
+        )
+        # A rank normalises its own heads only, so the gradient of the scale is a partial sum with or without
+        # sequence parallelism.
+        self.q_layernorm = self.k_layernorm = None
+        if config.qk_layernorm:
+            self.q_layernorm, self.k_layernorm = (
+                build_norm(
+                    config, self.head_dim, group=group, partial_gradient=True, dtype=dtype, device=device
+                )
+                for _ in range(2)
+            )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        rotary: RotaryTable | None,
+        mask: Tensor | None,
+        dropout: DropoutStream | None,
+    ) -> Tensor:
+        """Attention of `hidden_states` [s/t or s, b, h] over itself, of the same shape.
+
+        Args:
+            rotary: the table for the positions of the tokens; None without rotary positions.
+            mask: of `attention_mask`; None when every earlier position is allowed.
+            dropout: the masks of this micro-batch; None for no dropout.
+        """
+        query, key, value = self.project(hidden_states)
+        if rotary is not None:
+            query = apply_rotary(query, rotary, interleaved=self.rotary_interleaved)
+            key = apply_rotary(key, rotary, interleaved=self.rotary_interleaved)
+        context = self.attend(query, key, value, mask, dropout)
+        output: Tensor = self.linear_proj(context)  # [s, b, a d/t] -> [s/t or s, b, h]
+        return output
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys, values, unrotated: [s/t or s, b, h] -> [s, b, a/t, d] and twice [s, b, g/t, d]."""
+        mixed = self.linear_qkv(hidden_states)  # [s, b, (a + 2g) d/t]
+        per_group = self.heads.queries // self.heads.groups
+        grouped = mixed.unflatten(
+            -1, (self.heads.groups, per_group + 2, self.head_dim)
+        )  # [s, b, g/t, a/g + 2, d]
+        query, key, value = grouped.split((per_group, 1, 1), dim=3)
+        query = query.flatten(2, 3)  # [s, b, a/t, d]
+        key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/t, d] each
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: DropoutStream | None
+    ) -> Tensor:
+        """Each query's mean of the values: [s, b, a/t, d] and twice [s, b, g/t, d] -> [s, b, a d/t]."""
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, a/t or g/t, s, d]
+        probability = 0.0 if dropout is None else self.dropout_probability
+        if dropout is None or probability == 0.0 or self.fast_dropout:
+            context = fused_attention(query, key, value, mask, dropout_probability=probability)
+        else:
+            weights = attention_weights(query, key, mask)
+            weights = attention_dropout(
+                weights,
+                probability,
+                dropout,
+                layer=self.layer,
+                site=ATTENTION_WEIGHTS,
+                head_offset=self.heads.first,
+            )
+            context = weighted_values(weights, value)
+        return context.permute(2, 0, 1, 3).flatten(2)  # [b, a/t, s, d] -> [s, b, a d/t]
+
+
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, dropout_probability: float = 0.0
+) -> Tensor:
+    """Attention without the matrix of weights in memory, by the fastest kernel torch has for the case.
+
+    Queries [b, a/t, s, d], keys and values [b, g/t, s, d], mask of `attention_mask`; returns [b, a/t, s, d].
+    Dropout, if any, draws from torch's generator.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if mask is not None and groups > 1:
+        # On GPUs only the kernels that take no mask know shared keys; with both, torch falls back to explicit
+        # weights.
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))  # [b, a/t, s, d]
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout_probability,
+        is_causal=mask is None,
+        enable_gqa=mask is None and groups > 1,
+    )
+
+
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """The softmax of the scores, [b, a/t, s, s], exactly 0 where not allowed. Shapes: `fused_attention`."""
+    batch, heads, length, dim = query.shape
+    by_group = query.reshape(batch, key.shape[1], -1, dim)  # [b, g/t, a/g s, d]
+    scores: Tensor = by_group @ (key * dim**-0.5).transpose(-1, -2)  # [b, g/t, a/g s, s]
+    scores = scores.view(batch, heads, length, length)  # [b, a/t, s, s]
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()  # [s, s]
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return scores.softmax(dim=-1, dtype=wide).to(query.dtype)
+
+
+def weighted_values(weights: Tensor, value: Tensor) -> Tensor:
+    """Sum of the values by weight: [b, a/t, s, s] and [b, g/t, s, d] -> [b, a/t, s, d]."""
+    batch, heads, length, _ = weights.shape
+    by_group = weights.reshape(batch, value.shape[1], -1, length)  # [b, g/t, a/g s, s]
+    context: Tensor = by_group @ value  # [b, g/t, a/g s, d]
+    return context.view(batch, heads, length, -1)  # [b, a/t, s, d]

@@ -1,0 +1,76 @@
+"""Sizes that follow from the configuration alone: floating-point operations and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from torch import nn
+
+from megatron.config.transformer import TransformerConfig
+from megatron.core.shard import shard_of
+
+
+def flops_per_batch(
+    config: TransformerConfig, *, batch_size: int, sequence_length: int, padded_vocab_size: int
+) -> int:
+    """Floating-point operations of forward and backward over one global batch.
+
+    Two operations a multiply-add, three products a weight (forward, input gradient, weight gradient). Causal
+    attention counts the half of the scores that it needs; recomputation counts nothing; the padding of the
+    vocabulary counts, since it is multiplied. For plain attention and an MLP of four times the hidden size h
+    this is 72 B s L h^2 (1 + s/(12 h) + V/(12 L h)): https://arxiv.org/abs/2104.04473, with attention halved.
+    """
+    hidden, tokens = config.hidden_size, batch_size * sequence_length
+    key_value_size = config.query_groups * config.head_dim
+    attention = hidden * (config.query_size + 2 * key_value_size) + config.query_size * hidden
+    mlp = hidden * config.ffn_size * (3 if config.gated else 2)
+    weights = config.num_layers * (attention + mlp) + hidden * padded_vocab_size
+    scores = config.num_layers * config.query_size * sequence_length
+    return 6 * tokens * (weights + scores)
+
+
+def parameter_count(config: TransformerConfig, vocab_size: int) -> int:
+    """Parameters of the whole model, a tied embedding counted once.
+
+    `vocab_size` is the number of rows that belong to the model: padding that we add for the layout is not
+    counted.
+    """
+    hidden = config.hidden_size
+    embeddings = vocab_size * hidden * (1 if config.tied_embeddings else 2)
+    if config.position_embedding_type == "learned_absolute":
+        assert config.max_position_embeddings is not None
+        embeddings += config.max_position_embeddings * hidden
+    return embeddings + config.num_layers * _layer_parameters(config) + _norm_parameters(config, hidden)
+
+
+def _layer_parameters(config: TransformerConfig) -> int:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    qkv_rows = config.query_size + 2 * config.query_groups * head_dim
+    fc1_rows = config.ffn_size * (2 if config.gated else 1)
+    weights = hidden * (qkv_rows + config.query_size + fc1_rows + config.ffn_size)
+    biases = qkv_rows if config.add_bias_linear or config.add_qkv_bias else 0
+    if config.add_bias_linear:
+        biases += fc1_rows + 2 * hidden
+    norms = 2 * _norm_parameters(config, hidden)
+    if config.qk_layernorm:
+        norms += 2 * _norm_parameters(config, head_dim)
+    return weights + biases + norms
+
+
+def _norm_parameters(config: TransformerConfig, size: int) -> int:
+    return size if config.normalization == "RMSNorm" else 2 * size
+
+
+def built_parameter_count(modules: Iterable[nn.Module]) -> int:
+    """Parameters that this rank owns: over all tensor and pipeline ranks the sum is `parameter_count`.
+
+    A tied weight that two modules share, replicated runs and copies on other stages count once; padding does
+    not count.
+    """
+    parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
+    total = 0
+    for shard in map(shard_of, parameters.values()):
+        per_index = prod(shard.global_shape) // shard.global_shape[shard.split_dim]
+        total += per_index * sum(piece.length for piece in shard.owned_pieces())
+    return total

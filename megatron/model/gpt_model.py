@@ -1,0 +1,183 @@
+"""GPT, whole or one pipeline chunk of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.pipeline_layout import StageLayout
+from megatron.config.transformer import TransformerConfig
+from megatron.core.comm_group import CommGroup
+from megatron.core.shard import Init, name_parameters, set_shard, shard_of
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, vocab_parallel_logits
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel_region
+from megatron.core.tensor_parallel.random import DropoutStream
+from megatron.model.attention import local_heads
+from megatron.model.embedding import LanguageModelEmbedding, embedding_init
+from megatron.model.masks import alibi_slopes, attention_mask
+from megatron.model.rotary import RotaryTable, rotary_table
+from megatron.model.transformer import TransformerBlock
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
+class GPTModel(nn.Module):
+    """A decoder-only language model: embedding, layers and output head, as many of them as `stage` says.
+
+    A tied output head multiplies with the word embeddings themselves when they are in the same chunk. In
+    another chunk it holds a copy, a parameter of its own under the same global name: drawn alike, counted and
+    saved once, its gradient summed with that of the embedding before each update.
+
+    Args:
+        stage: the layers of this pipeline chunk, and whether it has the embedding and the output.
+        vocab_size: rows of the vocabulary that belong to the model.
+        padded_vocab_size: rows held in memory, a multiple of the tensor-parallel size. Those from
+            `vocab_size` on are zero and take part in nothing.
+        tensor_group: the tensor-parallel group.
+        sequence_parallel: whether norms, dropout and residuals are cut along the sequence over the same
+            group.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        stage: StageLayout,
+        vocab_size: int,
+        padded_vocab_size: int,
+        tensor_group: CommGroup,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.stage = stage
+        self.vocab_size = vocab_size
+        self.tensor_group = tensor_group
+        self.sequence_parallel = sequence_parallel
+        self.dtype = dtype
+        self.embedding: LanguageModelEmbedding | None = None
+        if stage.has_embedding:
+            self.embedding = LanguageModelEmbedding(
+                config,
+                vocab_size=vocab_size,
+                padded_vocab_size=padded_vocab_size,
+                group=tensor_group,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
+        self.decoder = TransformerBlock(
+            config,
+            layers=stage.layers,
+            final_layernorm=stage.has_output,
+            group=tensor_group,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+        self.output_layer: ColumnParallelLinear | None = None
+        if stage.has_output and not (config.tied_embeddings and stage.has_embedding):
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                vocab_size,
+                padded_out_features=padded_vocab_size,
+                group=tensor_group,
+                bias=False,
+                sequence_parallel=sequence_parallel,
+                init=embedding_init(config)
+                if config.tied_embeddings
+                else Init.normal(config.init_method_std),
+                dtype=dtype,
+                device=device,
+            )
+        self._tie()
+        name_parameters(self)
+        self.slopes: tuple[float, ...] | None = None
+        if config.position_embedding_type == "alibi":
+            heads = local_heads(config, tensor_group)
+            self.slopes = alibi_slopes(config.num_attention_heads)[heads.first : heads.first + heads.queries]
+
+    def _tie(self) -> None:
+        """Mark a word embedding whose other half is in another chunk: here the embedding, there the head."""
+        if not self.config.tied_embeddings or self.stage.has_embedding == self.stage.has_output:
+            return
+        if self.embedding is not None:
+            weight = self.embedding.word_embeddings.weight
+            set_shard(weight, replace(shard_of(weight), tied=True))
+        if self.output_layer is not None:
+            weight = self.output_layer.weight
+            set_shard(weight, replace(shard_of(weight), name=WORD_EMBEDDINGS, tied=True, owned=False))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        dropout: DropoutStream | None = None,
+    ) -> Tensor:
+        """One micro-batch through this chunk.
+
+        Args:
+            tokens: [b, s].
+            position_ids: [b, s], for learned and rotary positions.
+            document_ids: [b, s]; attention stays within runs of one number. None: all tokens are one
+                document.
+            labels: [b, s].
+            hidden_states: output of the chunk before, [s/t or s, b, h]; None in the chunk with the embedding.
+            dropout: the dropout masks of this micro-batch; None for no dropout, as in evaluation.
+
+        Returns:
+            Without the output head, hidden states [s/t or s, b, h]; with it and `labels`, the loss of each
+            token [b, s], not below float32; with it alone, logits [b, s, v] of the whole vocabulary.
+        """
+        if self.embedding is not None:
+            hidden_states = self.embedding(tokens, position_ids, dropout)  # [s/t or s, b, h]
+        assert hidden_states is not None, "a chunk without the embedding needs the output of the chunk before"
+        mask = attention_mask(
+            sequence_length=tokens.shape[1],
+            document_ids=document_ids,
+            window=self.config.window_size,
+            slopes=self.slopes,
+            dtype=self.dtype,
+            device=tokens.device,
+        )
+        hidden_states = self.decoder(
+            hidden_states, rotary=self._rotary(position_ids), mask=mask, dropout=dropout
+        )
+        if not self.stage.has_output:
+            assert isinstance(hidden_states, Tensor)
+            return hidden_states
+        logits = self._logits(hidden_states)  # [s, b, v_padded/t]
+        if labels is None:
+            whole = gather_from_tensor_parallel_region(logits, self.tensor_group)  # [s, b, v_padded]
+            return whole[..., : self.vocab_size].transpose(0, 1)  # [b, s, v]
+        losses = vocab_parallel_cross_entropy(
+            logits, labels.t(), group=self.tensor_group, vocab_size=self.vocab_size
+        )  # [s, b]
+        return losses.t()  # [b, s]
+
+    def _rotary(self, position_ids: Tensor) -> RotaryTable | None:
+        if self.config.position_embedding_type != "rope":
+            return None
+        return rotary_table(self.config, position_ids, self.dtype)
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        """[s/t or s, b, h] -> [s, b, v_padded/t]"""
+        if self.output_layer is not None:
+            logits: Tensor = self.output_layer(hidden_states)
+            return logits
+        assert self.embedding is not None
+        return vocab_parallel_logits(
+            hidden_states,
+            self.embedding.word_embeddings.weight,
+            group=self.tensor_group,
+            sequence_parallel=self.sequence_parallel,
+        )

@@ -1,0 +1,63 @@
+"""Which positions a query may attend to, and with what bias: one tensor for all layers, or none."""
+
+from __future__ import annotations
+
+from math import floor, log2
+
+import torch
+from torch import Tensor
+
+
+def attention_mask(
+    *,
+    sequence_length: int,
+    document_ids: Tensor | None,
+    window: tuple[int, int] | None,
+    slopes: tuple[float, ...] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor | None:
+    """The mask of causal self-attention over one micro-batch.
+
+    Args:
+        document_ids: [b, s]; a token attends to tokens of its own document only.
+        window: (left, right): query i attends to keys i - left … i + right, and never beyond i; -1 is
+            unbounded.
+        slopes: ALiBi slopes of the local heads.
+        dtype: of the queries, for an additive mask.
+
+    Returns:
+        None when every earlier position is allowed without bias; else what is allowed, boolean [1|b, 1, s,
+        s]; with slopes, what is added to the scores, [1|b, a/t, s, s], -inf where not allowed. A query may
+        always attend to itself.
+    """
+    bounded = window is not None and 0 <= window[0] < sequence_length - 1
+    if document_ids is None and slopes is None and not bounded:
+        return None
+    position = torch.arange(sequence_length, device=device)
+    distance = position[:, None] - position[None, :]  # [s, s], of a key behind its query
+    allowed = distance >= 0
+    if bounded:
+        assert window is not None
+        allowed = allowed & (distance <= window[0])
+    allowed = allowed[None, None]  # [1, 1, s, s]
+    if document_ids is not None:
+        same_document = document_ids[:, None, :, None] == document_ids[:, None, None, :]  # [b, 1, s, s]
+        allowed = allowed & same_document
+    if slopes is None:
+        return allowed
+    wide = torch.promote_types(dtype, torch.float32)
+    bias = -torch.tensor(slopes, dtype=wide, device=device)[None, :, None, None] * distance  # [1, a/t, s, s]
+    return bias.masked_fill(~allowed, float("-inf")).to(dtype)  # [1|b, a/t, s, s]
+
+
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """How fast the attention of each head fades with distance: https://arxiv.org/abs/2108.12409.
+
+    A geometric sequence that starts at its own ratio 2^(-8/n). When the number of heads is no power of two:
+    those of the power below, then every other one of the power above, as the authors' program does.
+    """
+    power = 2 ** floor(log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    finer = [2.0 ** (-4.0 * (i + 1) / power) for i in range(0, 2 * (num_heads - power), 2)]
+    return tuple(slopes + finer)

@@ -1,0 +1,76 @@
+"""The two linear maps of a layer with a nonlinear function between them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.transformer import TransformerConfig
+from megatron.core.comm_group import CommGroup
+from megatron.core.shard import Init, blocked_pieces
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.model.init import output_std
+
+
+class MLP(nn.Module):
+    """[s/t or s, b, h] -> [s, b, f/t] -> the same shape again.
+
+    With SwiGLU the rows of the first weight are [gate; up], each cut over the tensor-parallel group.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        group: CommGroup,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.activation = config.activation
+        blocks = (config.ffn_size, config.ffn_size) if config.gated else (config.ffn_size,)
+        self.linear_fc1 = ColumnParallelLinear(
+            config.hidden_size,
+            sum(blocks),
+            group=group,
+            bias=config.add_bias_linear,
+            sequence_parallel=sequence_parallel,
+            init=Init.normal(config.init_method_std),
+            dtype=dtype,
+            device=device,
+            pieces=blocked_pieces(blocks, group),
+        )
+        self.linear_fc2 = RowParallelLinear(
+            config.ffn_size,
+            config.hidden_size,
+            group=group,
+            bias=config.add_bias_linear,
+            sequence_parallel=sequence_parallel,
+            init=Init.normal(output_std(config.init_method_std, config.num_layers)),
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        intermediate = self.linear_fc1(hidden_states)  # [s, b, f/t], with SwiGLU [s, b, 2f/t]
+        output: Tensor = self.linear_fc2(activate(intermediate, self.activation))  # [s/t or s, b, h]
+        return output
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    """The activation function called `name` in the configuration; SwiGLU halves the last dimension.
+
+    GELU: https://arxiv.org/abs/1606.08415, exact or by tanh; SwiGLU: https://arxiv.org/abs/2002.05202;
+    squared ReLU: https://arxiv.org/abs/2109.08668.
+    """
+    if name == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if name == "gelu":
+        return F.gelu(x)
+    if name == "squared_relu":
+        return F.relu(x).square()
+    assert name == "swiglu", name
+    gate, up = x.chunk(2, dim=-1)  # [s, b, f/t] each
+    return F.silu(gate) * up

@@ -1,0 +1,247 @@
+"""What a position sees: never the future, never another document, never beyond its window."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.comm_group import CommGroup
+from megatron.core.shard import Piece
+from megatron.core.tensor_parallel.random import DropoutStream
+from megatron.model.attention import attention_weights, fused_attention, local_heads, weighted_values
+from megatron.model.masks import alibi_slopes, attention_mask
+from tests.helpers.numerics import assert_all_parity, assert_bitwise, assert_parity
+from tests.model.tiny import ARCHITECTURES, SEQUENCE, VOCAB, batch, build, jitter, tiny_config
+
+
+def stream(samples: int, iteration: int = 1) -> DropoutStream:
+    return DropoutStream(seed=5, iteration=iteration, sample_ids=torch.arange(samples))
+
+
+def heads(batch_size: int, count: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    """[b, a, s, d]"""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch_size, count, SEQUENCE, 8, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def mask(**changes: Any) -> Tensor | None:
+    settings: dict[str, Any] = {"document_ids": None, "window": None, "slopes": None, "dtype": torch.float64}
+    return attention_mask(sequence_length=SEQUENCE, device=torch.device("cpu"), **(settings | changes))
+
+
+DOCUMENTS = torch.tensor([[0] * 7 + [1] * 9 + [2] * 8, [0] * 20 + [1] * 4])
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "documents": {"document_ids": DOCUMENTS},
+    "window": {"window": (5, 0)},
+    "alibi": {"slopes": alibi_slopes(4)},
+    "all": {"document_ids": DOCUMENTS, "window": (5, 0), "slopes": alibi_slopes(4)},
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_later_token_changes_no_bit_of_an_earlier_logit(
+    architecture: str, dtype: torch.dtype, dropout: float
+) -> None:
+    config = tiny_config(**ARCHITECTURES[architecture], attention_dropout=dropout)
+    model = build(config, dtype=dtype)
+    tokens, position_ids, _ = batch()
+    changed = tokens.clone()
+    changed[:, 15:] = (changed[:, 15:] + 1) % VOCAB
+    logits, after = (model(text, position_ids, dropout=stream(2)) for text in (tokens, changed))
+    assert_bitwise(after[:, :15], logits[:, :15])
+    assert not torch.equal(after[:, 15:], logits[:, 15:])
+
+
+@pytest.mark.parametrize("window", [None, (5, 0)])
+@pytest.mark.parametrize("positions", ["learned_absolute", "rope", "alibi", "none"])
+def test_documents_in_one_sequence_are_as_if_each_were_alone(
+    positions: str, window: tuple[int, int] | None
+) -> None:
+    model = build(tiny_config(position_embedding_type=positions, window_size=window))
+    jitter(model)
+    tokens, position_ids, labels = batch()
+    position_ids = position_ids.clone()
+    runs = [(0, 0, 7), (0, 7, 16), (0, 16, 24), (1, 0, 20), (1, 20, 24)]
+    for row, start, stop in runs:
+        position_ids[row, start:stop] = torch.arange(stop - start)
+    together = model(tokens, position_ids, document_ids=DOCUMENTS, labels=labels)
+    for row, start, stop in runs:
+        part = (slice(row, row + 1), slice(start, stop))
+        alone = model(tokens[part], position_ids[part], labels=labels[part])
+        assert_parity(together[part], alone, f"sample {row}, tokens {start} to {stop}")
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("kind", MASKS)
+def test_fused_and_explicit_attention_agree(kind: str, groups: int) -> None:
+    inputs = [heads(2, count, seed=seed).requires_grad_() for seed, count in enumerate((4, groups, groups))]
+    query, key, value = inputs
+    chosen = mask(**MASKS[kind])
+    fused = fused_attention(query, key, value, chosen)
+    explicit = weighted_values(attention_weights(query, key, chosen), value)
+    assert_parity(fused, explicit, "output")
+    weight = heads(2, 4, seed=9)
+    gradients = [torch.autograd.grad((output * weight).sum(), inputs) for output in (fused, explicit)]
+    for name, mine, other in zip("qkv", *gradients, strict=True):
+        assert_parity(mine, other, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_masked_position_has_probability_zero_whatever_its_score(dtype: torch.dtype) -> None:
+    query = torch.zeros(1, 1, SEQUENCE, 8, dtype=dtype)
+    key = torch.zeros(1, 1, SEQUENCE, 8, dtype=dtype)
+    query[..., 0] = 1.0
+    key[..., -1, 0] = 20000.0 * 8**0.5  # a score of 20,000 for the last key, 0 for the others
+    weights = attention_weights(query, key, None)
+    assert torch.all(weights.triu(1) == 0)
+    value = torch.randn(1, 1, SEQUENCE, 8).to(dtype)
+    poisoned = value.clone()
+    poisoned[:, :, -1] = 1000.0
+    plain, other = (fused_attention(query, key, x, None) for x in (value, poisoned))
+    assert_bitwise(other[:, :, :-1], plain[:, :, :-1])
+
+
+def test_grouped_queries_are_attention_with_repeated_keys_and_values() -> None:
+    query, key, value = heads(2, 9), heads(2, 3, seed=1), heads(2, 3, seed=2)
+    repeated = [tensor.repeat_interleave(3, dim=1) for tensor in (key, value)]
+    assert_parity(fused_attention(query, key, value, None), fused_attention(query, *repeated, None))
+
+
+def test_qkv_rows_of_nine_heads_in_three_groups() -> None:
+    config = tiny_config(
+        num_layers=1,
+        hidden_size=576,
+        num_attention_heads=9,
+        group_query_attention=True,
+        num_query_groups=3,
+    )
+    model = build(config, dtype=torch.float32)
+    attention = model.decoder.layers["0"].self_attention
+    assert attention.linear_qkv.weight.shape == ((9 + 6) * 64, 576)
+    hidden = torch.randn(5, 2, 576)
+    rows = attention.linear_qkv(hidden).view(5, 2, 15, 64)
+    query, key, value = attention.project(hidden)
+    assert_bitwise(query, rows[:, :, [0, 1, 2, 5, 6, 7, 10, 11, 12]])
+    assert_bitwise(key, rows[:, :, [3, 8, 13]])
+    assert_bitwise(value, rows[:, :, [4, 9, 14]])
+
+
+def group_of(size: int, rank: int) -> CommGroup:
+    """A group that is never communicated over; `process_group` only has to be there."""
+    return CommGroup(
+        name="tensor", ranks=tuple(range(size)), rank=rank, process_group=torch.distributed.group
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_every_rank_gets_whole_groups_in_one_run(size: int) -> None:
+    config = tiny_config(
+        hidden_size=96, num_attention_heads=12, group_query_attention=True, num_query_groups=6
+    )
+    part = (12 + 2 * 6) * 8 // size
+    for rank in range(size):
+        mine = local_heads(config, group_of(size, rank))
+        assert mine.rows == (Piece(local=0, start=rank * part, length=part),)
+        assert (mine.first, mine.queries, mine.groups) == (rank * 12 // size, 12 // size, 6 // size)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_with_fewer_groups_than_ranks_keys_and_values_are_held_by_several(size: int) -> None:
+    config = tiny_config(
+        hidden_size=64, num_attention_heads=8, group_query_attention=True, num_query_groups=2
+    )
+    queries, holders = 8 // size * 8, size // 2
+    owned = set()
+    for rank in range(size):
+        mine = local_heads(config, group_of(size, rank))
+        assert (mine.first, mine.queries, mine.groups) == (rank * 8 // size, 8 // size, 1)
+        base, within = rank // holders * 6 * 8, rank % holders
+        assert mine.rows == (
+            Piece(local=0, start=base + within * queries, length=queries),
+            Piece(local=queries, start=base + 4 * 8, length=16, holders=holders, owned=within == 0),
+        )
+        owned.update(
+            row
+            for piece in mine.rows
+            if piece.owned
+            for row in range(piece.start, piece.start + piece.length)
+        )
+    assert owned == set(range((8 + 4) * 8)), "each row of the global weight has one owner"
+
+
+def test_alibi_slopes_are_those_of_the_paper() -> None:
+    assert alibi_slopes(8) == tuple(2.0**-i for i in range(1, 9))
+    assert alibi_slopes(16)[:3] == pytest.approx([2**-0.5, 2**-1, 2**-1.5])
+    assert alibi_slopes(12)[8:] == pytest.approx([2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
+
+
+def test_alibi_against_its_definition() -> None:
+    query, key, value = (heads(2, 4, seed=seed) for seed in range(3))
+    expected = torch.zeros_like(query)
+    for head, slope in enumerate(alibi_slopes(4)):
+        for i in range(SEQUENCE):
+            scores = torch.einsum("bd,bjd->bj", query[:, head, i], key[:, head, : i + 1]) / math.sqrt(8)
+            scores = scores + slope * (torch.arange(i + 1) - i)
+            expected[:, head, i] = torch.einsum("bj,bjd->bd", scores.softmax(-1), value[:, head, : i + 1])
+    assert_parity(fused_attention(query, key, value, mask(slopes=alibi_slopes(4))), expected)
+
+
+def test_a_window_that_reaches_over_the_sequence_needs_no_mask() -> None:
+    assert mask() is None
+    assert mask(window=(-1, 0)) is None
+    assert mask(window=(SEQUENCE - 1, 0)) is None
+    window = mask(window=(SEQUENCE - 2, -1))
+    assert window is not None
+    assert not window[0, 0, -1, 0]
+    assert window[0, 0, -1, 1:].all()
+
+
+def test_dropout_is_a_matter_of_the_call_not_of_the_model() -> None:
+    """An evaluation between two training steps changes neither of them."""
+    config = tiny_config(hidden_dropout=0.5, attention_dropout=0.5)
+    model = build(config)
+    tokens, position_ids, labels = batch()
+
+    def losses(dropout: DropoutStream | None) -> Tensor:
+        return model(tokens, position_ids, labels=labels, dropout=dropout)
+
+    first = losses(stream(2))
+    plain = losses(None)
+    assert_bitwise(losses(stream(2)), first)
+    assert not torch.equal(first, plain)
+    assert not torch.equal(losses(stream(2, iteration=2)), first)
+    assert_bitwise(plain, build(tiny_config())(tokens, position_ids, labels=labels))
+
+
+def test_fast_attention_dropout_draws_from_the_generator_of_torch() -> None:
+    config = tiny_config(attention_dropout=0.5, fast_attention_dropout=True)
+    model = build(config)
+    tokens, position_ids, labels = batch()
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(model(tokens, position_ids, labels=labels, dropout=stream(2)))
+    assert_bitwise(outputs[1], outputs[0])
+    assert not torch.equal(outputs[2], outputs[0])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "alibi"])
+def test_compiled_layers_compute_the_same(architecture: str) -> None:
+    config = tiny_config(**ARCHITECTURES[architecture], hidden_dropout=0.1, attention_dropout=0.1)
+    results = []
+    for compiled in (False, True):
+        model = build(config)
+        if compiled:
+            for layer in model.decoder.layers.values():
+                layer.compile(backend="aot_eager")
+        tokens, position_ids, labels = batch()
+        model(tokens, position_ids, labels=labels, dropout=stream(2)).mean().backward()
+        results.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert_all_parity(results[1], results[0])
