@@ -1,0 +1,302 @@
+"""Linear layers and the embedding, split over a tensor-parallel group. Shoeybi et al. 2019, section 3.
+
+Parameters are made with `torch.empty` and a `Shard` that says which part of which global tensor they are;
+`initialize_weights` gives them their values. With a group of one rank each layer is the plain dense layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.comm_group import CommGroup
+from megatron.core.shard import Init, Piece, Shard, even_pieces, set_shard, whole_pieces
+from megatron.core.tensor_parallel.async_linear import main_grad_of, parallel_linear
+from megatron.core.tensor_parallel.mappings import (
+    apply_eagerly,
+    gather_from_tensor_parallel_region,
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+
+def _parameter(
+    *shape: int, dtype: torch.dtype, device: torch.device | str | None, shard: Shard
+) -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+    set_shard(parameter, shard)
+    return parameter
+
+
+def _check_divisible(what: str, value: int, group: CommGroup) -> None:
+    below = value // group.size * group.size
+    if below != value:
+        raise ValueError(
+            f"{what} ({value}) must be divisible by the tensor-parallel size ({group.size}), "
+            f"as {below} and {below + group.size} are"
+        )
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y = X A + b with A split by its columns (the rows of `weight`, which is A transposed).
+
+          [ A_1 | A_2 | .. | A_t ]          X is whole on each rank (gathered along the sequence first, under
+      X * [     |     |    |     ]          sequence parallelism); rank i gets Y_i = X A_i + b_i.
+
+    Args:
+        in_features, out_features: size of the global A.
+        sequence_parallel: the input is [s/t, b, in] and is gathered.
+        padded_out_features: rows in all; those from `out_features` on are padding that we add, in no piece.
+        gather_output: return the whole Y on each rank.
+        pieces: which rows this rank holds, when not an even part: grouped K/V heads, stacked gate and up.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: CommGroup,
+        bias: bool,
+        sequence_parallel: bool,
+        init: Init,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        padded_out_features: int | None = None,
+        gather_output: bool = False,
+        pieces: tuple[Piece, ...] | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.group, self.sequence_parallel, self.gather_output = group, sequence_parallel, gather_output
+        if pieces is None:
+            padded = out_features if padded_out_features is None else padded_out_features
+            _check_divisible("output size of a column-parallel layer", padded, group)
+            pieces = even_pieces(out_features, group, padded=padded)
+            self.local_out_features = padded // group.size
+        else:
+            assert padded_out_features is None, "pieces say what is padding"
+            self.local_out_features = sum(piece.length for piece in pieces)
+        self.weight = _parameter(
+            self.local_out_features,
+            in_features,
+            dtype=dtype,
+            device=device,
+            shard=Shard(
+                global_shape=(out_features, in_features), dim=0, pieces=pieces, group=group, init=init
+            ),
+        )
+        self.bias: nn.Parameter | None = None
+        if bias:
+            shard = Shard(global_shape=(out_features,), dim=0, pieces=pieces, group=group, init=Init.zeros())
+            self.bias = _parameter(self.local_out_features, dtype=dtype, device=device, shard=shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, in], or [s/t, b, in] with sequence parallelism -> [s, b, out/t], or [s, b, out] gathered."""
+        output = parallel_linear(
+            x,
+            self.weight,
+            self.bias,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+            input_gradient_reduce=not self.sequence_parallel,
+        )  # [s, b, out/t]
+        return gather_from_tensor_parallel_region(output, self.group) if self.gather_output else output
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features}, local_out={self.local_out_features}"
+
+
+class RowParallelLinear(nn.Module):
+    """Y = X A + b with A split by its rows (the columns of `weight`), X by its columns.
+
+                            [ A_1 ]
+      [ X_1 | X_2 | .. ]  * [ A_2 ]  =  X_1 A_1 + X_2 A_2 + ..      summed over the ranks, the bias once
+      after.
+                            [ ..  ]
+
+    Args:
+        in_features, out_features: size of the global A.
+        sequence_parallel: the sum is scattered along the sequence, so the bias sees only this rank's
+        positions and its
+            gradient is a partial sum on each rank.
+        pieces: which rows of A this rank holds, when not an even part.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: CommGroup,
+        bias: bool,
+        sequence_parallel: bool,
+        init: Init,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        pieces: tuple[Piece, ...] | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.group, self.sequence_parallel = group, sequence_parallel
+        if pieces is None:
+            _check_divisible("input size of a row-parallel layer", in_features, group)
+            pieces = even_pieces(in_features, group)
+        self.local_in_features = sum(piece.length for piece in pieces)
+        self.weight = _parameter(
+            out_features,
+            self.local_in_features,
+            dtype=dtype,
+            device=device,
+            shard=Shard(
+                global_shape=(out_features, in_features), dim=1, pieces=pieces, group=group, init=init
+            ),
+        )
+        self.bias: nn.Parameter | None = None
+        if bias:
+            shard = Shard(
+                global_shape=(out_features,),
+                dim=None,
+                pieces=whole_pieces(out_features, group),
+                group=group,
+                init=Init.zeros(),
+                partial_gradient=sequence_parallel and group.size > 1,
+            )
+            self.bias = _parameter(out_features, dtype=dtype, device=device, shard=shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, in/t] -> [s, b, out], or [s/t, b, out] under sequence parallelism."""
+        # In a group of one the bias goes into the product; otherwise it must not be summed t times.
+        fused_bias = self.bias if self.group.size == 1 else None
+        output = parallel_linear(
+            x,
+            self.weight,
+            fused_bias,
+            group=self.group,
+            sequence_parallel=False,
+            input_gradient_reduce=False,
+        )  # [s, b, out], a partial sum
+        if self.sequence_parallel:
+            output = reduce_scatter_to_sequence_parallel_region(output, self.group)  # [s/t, b, out]
+        else:
+            output = reduce_from_tensor_parallel_region(output, self.group)
+        return output if self.bias is None or self.group.size == 1 else output + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features}, local_in={self.local_in_features}"
+
+
+class _Lookup(torch.autograd.Function):
+    """forward: rows of the weight; backward: add the gradients to these rows of `main_grad` only."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.main_grad = main_grad_of(weight)
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        (rows,) = ctx.saved_tensors
+        # index_put_ adds repeated rows in a fixed order on every device, index_add_ does not.
+        ctx.main_grad.index_put_((rows,), gradient.to(ctx.main_grad.dtype), accumulate=True)
+        return None, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of a table [v, h] that is split by rows over the group: rank i holds [v/t * i, v/t * (i+1)).
+
+      tokens -> own rows, zero for those of other ranks -> summed over the ranks
+
+    Args:
+        vocab_size: rows of the model.
+        padded_vocab_size: rows in all, divisible by the group's size; those from `vocab_size` on are in no
+        piece.
+        sequence_parallel: the sum is scattered along the sequence.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        padded_vocab_size: int,
+        group: CommGroup,
+        sequence_parallel: bool,
+        init: Init,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_divisible("padded vocabulary size", padded_vocab_size, group)
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.local_vocab_size = padded_vocab_size // group.size
+        self.weight = _parameter(
+            self.local_vocab_size,
+            hidden_size,
+            dtype=dtype,
+            device=device,
+            shard=Shard(
+                global_shape=(vocab_size, hidden_size),
+                dim=0,
+                pieces=even_pieces(vocab_size, group, padded=padded_vocab_size),
+                group=group,
+                init=init,
+            ),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism."""
+        rows = tokens.t() - self.group.rank * self.local_vocab_size  # [s, b]
+        if self.group.size == 1:
+            return self._lookup(rows)
+        below, above = rows < 0, rows >= self.local_vocab_size
+        # The ends of the vocabulary are not masked, so that a token outside of it is an IndexError on one
+        # rank.
+        if self.group.is_first:
+            elsewhere = above
+        elif self.group.is_last:
+            elsewhere = below
+        else:
+            elsewhere = below | above
+        embedded = self._lookup(rows.masked_fill(elsewhere, 0))  # [s, b, h]
+        embedded = embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(embedded, self.group)  # [s/t, b, h]
+        return reduce_from_tensor_parallel_region(embedded, self.group)
+
+    def _lookup(self, rows: Tensor) -> Tensor:
+        if main_grad_of(self.weight) is None or not self.weight.requires_grad:
+            return F.embedding(rows, self.weight)
+        return apply_eagerly(_Lookup, self.weight, rows)
+
+    def extra_repr(self) -> str:
+        return f"vocab={self.vocab_size}, hidden={self.hidden_size}, local_vocab={self.local_vocab_size}"
+
+
+def vocab_parallel_logits(
+    hidden_states: Tensor, weight: Tensor, *, group: CommGroup, sequence_parallel: bool
+) -> Tensor:
+    """The output head with the (tied) embedding table as its weight: a column-parallel layer without bias.
+
+    Args:
+        hidden_states: [s, b, h], or [s/t, b, h] under sequence parallelism.
+        weight: [v/t, h], rows split as those of `VocabParallelEmbedding`.
+
+    Returns:
+        [s, b, v/t], columns of the padding included.
+    """
+    return parallel_linear(
+        hidden_states,
+        weight,
+        None,
+        group=group,
+        sequence_parallel=sequence_parallel,
+        input_gradient_reduce=not sequence_parallel,
+    )
