@@ -206,6 +206,25 @@ def test_group_size_changes_nothing_but_the_order() -> None:
     run_distributed(train_with_group_sizes, 3)
 
 
+def train_in_two_pipelines(rank: int, world_size: int) -> None:
+    """Ranks 0, 2, 4 are one pipeline, 1, 3, 5 another with other batches, as with data parallelism."""
+    pipelines = [tuple(range(first, world_size, 2)) for first in range(2)]
+    process_groups = [dist.new_group(list(ranks)) for ranks in pipelines]
+    mine = rank % 2
+    group = CommGroup(
+        name="pipeline", ranks=pipelines[mine], rank=rank // 2, process_group=process_groups[mine]
+    )
+    layout = toy.layout_for(group.size, 2, 2 * group.size)
+    executor, chunks = make_executor(group, layout)
+    for num in (2 + mine, 5 - mine):
+        plans = build_plan("1f1b", num_stages=group.size, num_chunks=2, num_microbatches=num)
+        train_and_compare(executor, chunks, plans, layout, num, f"pipeline {mine}")
+
+
+def test_pipelines_side_by_side_do_not_meet() -> None:
+    run_distributed(train_in_two_pipelines, 6)
+
+
 def train_with_empty_chunks(rank: int, world_size: int) -> None:
     # E | t | (nothing) | t t L: the embedding alone, and a chunk that passes on what it gets.
     counts = [range(0), range(1), range(1, 1), range(1, 3)]

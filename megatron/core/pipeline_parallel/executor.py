@@ -79,12 +79,11 @@ class PipelineExecutor:
         Args:
             plans: the plans of all stages, for the chunks and micro-batches given.
             microbatches: what the forward step gets on this stage, for each micro-batch.
-            forward_step: (micro-batch, chunk, hidden states or None for the chunk with the embedding) ->
-            hidden
-                states; from the chunk with the output: for each loss term the *sum* over this micro-batch.
-            divisors: for each micro-batch and loss term what its sum is divided by before the backward: the
-            count
-                over the global batch. Nothing is divided later. May be None with `forward_only`.
+            forward_step: gets a micro-batch, a chunk and its hidden states (None for the chunk with the
+                embedding); returns hidden states or, from the chunk with the output, for each loss term the
+                *sum* over this micro-batch.
+            divisors: for each micro-batch and loss term what its sum is divided by before the backward, which
+                is the count over the global batch: nothing is divided later. May be None with `forward_only`.
             loss_scale: what the loss is multiplied with before the backward.
             forward_only: compute no gradients, keep no activations; the plans must have no backward.
 
@@ -127,8 +126,8 @@ class PipelineExecutor:
 
 @dataclass(frozen=True, kw_only=True)
 class _Run(Generic[BatchT]):
-    """One run of a plan. `live` holds (input, output) of each (chunk, micro-batch) between forward and
-    backward."""
+    """One run of a plan. `live` holds what is between forward and backward: (chunk, micro-batch) to its input
+    and output."""
 
     chunks: tuple[object, ...]
     layouts: tuple[StageLayout, ...]
@@ -228,8 +227,7 @@ def _free_data(output: Tensor) -> None:
 def _run_backward(output: Tensor, gradient: Tensor) -> None:
     """`torch.autograd.backward` without its check that output and gradient have the same shape.
 
-    An output whose data were freed has none; the engine itself compares with the shape that the graph
-    recorded.
+    An output whose data were freed has lost its shape; the engine itself compares with the one in the graph.
     """
     Variable._execution_engine.run_backward(
         (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True

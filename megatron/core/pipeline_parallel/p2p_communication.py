@@ -34,7 +34,7 @@ output is freed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -150,10 +150,15 @@ class PipelineCommunicator:
         self.dtype = dtype
         self.device = device
         self.channels = _open_channels(group, num_chunks, device, timeout) if group.size > 1 else {}
+        self._plans: Plan = ()
+        self._messages: dict[tuple[int, int], list[Message]] = {}
 
     def exchange(self, plans: Plan) -> Exchange:
-        """The messages of one run of `plans`."""
-        return Exchange(self, plans)
+        """The messages of one run of `plans`. Worked out once for steps that run the same plans."""
+        if plans is not self._plans:
+            self._plans = plans
+            self._messages = {pair: channel_messages(plans, *pair, self.num_chunks) for pair in self.channels}
+        return Exchange(self, len(plans), self._messages)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,18 +182,23 @@ class _Sent:
 class Exchange:
     """The messages of this stage during one run of its plan; positions are those in the plan."""
 
-    def __init__(self, communicator: PipelineCommunicator, plans: Plan) -> None:
+    def __init__(
+        self,
+        communicator: PipelineCommunicator,
+        num_stages: int,
+        messages: Mapping[tuple[int, int], Sequence[Message]],
+    ) -> None:
         self._communicator = communicator
+        self._num_stages = num_stages
         self._stage = communicator.group.rank
-        self._num_stages = len(plans)
-        stage, num_chunks = self._stage, communicator.num_chunks
-        others = {pair: channel_messages(plans, *pair, num_chunks) for pair in communicator.channels}
         # Keyed by the neighbour.
-        self._to_post = {source: deque(m) for (source, to), m in others.items() if to == stage}
+        self._to_post = {
+            source: deque(arriving) for (source, to), arriving in messages.items() if to == self._stage
+        }
         self._to_send = {
-            to: {message.action: message for message in messages}
-            for (_, to), messages in others.items()
-            if to != stage
+            to: {message.action: message for message in leaving}
+            for (source, to), leaving in messages.items()
+            if source == self._stage
         }
         self._sent: dict[int, deque[_Sent]] = {to: deque() for to in self._to_send}
         # Keyed by the action that takes it.

@@ -11,6 +11,7 @@ Letters: p stages, s the index of one of them, m micro-batches, v model chunks o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -227,7 +228,8 @@ def execution_order(plans: Plan, num_chunks: int) -> Iterator[tuple[int, Action]
     while moved:
         moved = False
         for stage, plan in enumerate(plans):
-            for action in plan[position[stage] :]:
+            while position[stage] < len(plan):
+                action = plan[position[stage]]
                 if not done.issuperset(dependencies(stage, action, len(plans), num_chunks)):
                     break
                 done.add((stage, action))
@@ -262,11 +264,11 @@ def check_plan(
     kinds = [Kind.FORWARD] if forward_only else [Kind.FORWARD, Kind.BACKWARD]
     wanted = {Action(*parts) for parts in product(kinds, range(num_chunks), range(num_microbatches))}
     for stage, plan in enumerate(plans):
-        given = set(plan)
+        given = Counter(plan)
         faults = {
-            "missing": wanted - given,
-            "not of this model or batch": given - wanted,
-            "more than once": {action for action in given if plan.count(action) > 1},
+            "missing": wanted - given.keys(),
+            "not of this model or batch": given.keys() - wanted,
+            "more than once": {action for action, count in given.items() if count > 1},
         }
         for fault, actions in faults.items():
             if actions:
