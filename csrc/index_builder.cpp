@@ -55,34 +55,36 @@ namespace {
 
 // How far the dataset is behind its share when sample k is drawn. Sample 0 counts as 1, as in Megatron-LM, so that the
 // largest weight comes first.
-double shortfall(double weight, std::int64_t sample, std::int64_t drawn) {
-  return weight * static_cast<double>(std::max<std::int64_t>(sample, 1)) - static_cast<double>(drawn);
+double shortfall(double weight, std::int64_t sample, double drawn) {
+  return weight * static_cast<double>(std::max<std::int64_t>(sample, 1)) - drawn;
 }
 
 }  // namespace
 
 void build_blend_index(const double* weights, std::int64_t num_datasets, std::int64_t size,
                        std::int16_t* dataset_index, std::int64_t* dataset_sample_index) {
-  std::vector<std::int64_t> drawn(static_cast<std::size_t>(num_datasets), 0);
+  std::vector<double> counts(static_cast<std::size_t>(num_datasets), 0.0);  // whole numbers, exact to 2**53
+  double* drawn = counts.data();
   for (std::int64_t sample = 0; sample < size; ++sample) {
     std::int64_t chosen = 0;
     double largest = shortfall(weights[0], sample, drawn[0]);
     for (std::int64_t dataset = 1; dataset < num_datasets; ++dataset) {
-      const double behind = shortfall(weights[dataset], sample, drawn[static_cast<std::size_t>(dataset)]);
-      if (behind > largest) {
-        largest = behind;
-        chosen = dataset;
-      }
+      // Selections, not a branch: which dataset is next can not be predicted.
+      const double behind = shortfall(weights[dataset], sample, drawn[dataset]);
+      chosen = behind > largest ? dataset : chosen;
+      largest = behind > largest ? behind : largest;
     }
     dataset_index[sample] = static_cast<std::int16_t>(chosen);
-    dataset_sample_index[sample] = drawn[static_cast<std::size_t>(chosen)]++;
+    dataset_sample_index[sample] = static_cast<std::int64_t>(drawn[chosen]);
+    drawn[chosen] += 1.0;
   }
 }
 
 void build_exhaustive_blend_index(const std::int64_t* sizes, std::int64_t num_datasets, std::int16_t* dataset_index,
                                   std::int64_t* dataset_sample_index) {
   const std::int64_t size = std::accumulate(sizes, sizes + num_datasets, std::int64_t{0});
-  std::vector<std::int64_t> drawn(static_cast<std::size_t>(num_datasets), 0);
+  std::vector<double> counts(static_cast<std::size_t>(num_datasets), 0.0);
+  double* drawn = counts.data();
   std::vector<std::int64_t> unspent;
   for (std::int64_t dataset = 0; dataset < num_datasets; ++dataset) {
     if (sizes[dataset] > 0) unspent.push_back(dataset);
@@ -92,7 +94,7 @@ void build_exhaustive_blend_index(const std::int64_t* sizes, std::int64_t num_da
     double largest = std::numeric_limits<double>::lowest();
     for (auto candidate = unspent.begin(); candidate != unspent.end(); ++candidate) {
       const double weight = static_cast<double>(sizes[*candidate]) / static_cast<double>(size);
-      const double behind = shortfall(weight, sample, drawn[static_cast<std::size_t>(*candidate)]);
+      const double behind = shortfall(weight, sample, drawn[*candidate]);
       if (behind > largest) {
         largest = behind;
         chosen = candidate;
@@ -100,8 +102,9 @@ void build_exhaustive_blend_index(const std::int64_t* sizes, std::int64_t num_da
     }
     const std::int64_t dataset = *chosen;
     dataset_index[sample] = static_cast<std::int16_t>(dataset);
-    dataset_sample_index[sample] = drawn[static_cast<std::size_t>(dataset)]++;
-    if (drawn[static_cast<std::size_t>(dataset)] == sizes[dataset]) unspent.erase(chosen);
+    dataset_sample_index[sample] = static_cast<std::int64_t>(drawn[dataset]);
+    drawn[dataset] += 1.0;
+    if (dataset_sample_index[sample] + 1 == sizes[dataset]) unspent.erase(chosen);
   }
 }
 

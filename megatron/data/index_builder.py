@@ -164,7 +164,7 @@ def build_sample_index(
     largest = max(document_index.size, int(lengths.max(initial=0)))
     dtype = np.int32 if largest <= _INT32_MAX else np.int64
     build = compiled_function(
-        f"build_sample_index_{np.dtype(dtype).name}", reference_cost="about twice the time to index a corpus"
+        f"build_sample_index_{np.dtype(dtype).name}", reference_cost="about six times the time to index a corpus"
     )
     if build is None:
         return sample_index_reference(
@@ -231,7 +231,7 @@ def build_blend_index(
     """
     checked = np.asarray(weights, dtype=np.float64)
     _check_blend(checked)
-    build = compiled_function("build_blend_index", reference_cost="about 2 s a million samples of a blend")
+    build = compiled_function("build_blend_index", reference_cost="about 3 s a million samples of a blend")
     if build is None:
         return blend_index_reference(checked, size)
     dataset_index, dataset_sample_index = build(checked, size)
@@ -264,7 +264,7 @@ def build_exhaustive_blend_index(
     checked = np.asarray(sizes, dtype=np.int64)
     _check_blend(checked)
     build = compiled_function(
-        "build_exhaustive_blend_index", reference_cost="about 2 s a million samples of a blend"
+        "build_exhaustive_blend_index", reference_cost="about 3 s a million samples of a blend"
     )
     if build is None:
         return exhaustive_blend_index_reference(checked)

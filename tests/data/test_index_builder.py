@@ -157,6 +157,15 @@ def test_epochs_are_as_few_as_hold_the_request(
     assert sorted(shuffle[:before].tolist()) == list(range(before)), "a separate last epoch comes last"
 
 
+@pytest.mark.parametrize("from_final, separate", [(1, True), (79, True), (80, False), (100, False)])
+def test_the_last_epoch_is_apart_when_less_than_four_fifths_of_it_are_needed(
+    from_final: int, separate: bool
+) -> None:
+    plan = plan_epochs(tokens_per_epoch=101, sequence_length=1, requested=100 + from_final)
+    assert (plan.num_epochs, plan.separate_final_epoch) == (2, separate)
+    assert plan.samples_before_final_epoch == (100 if separate else plan.num_samples)
+
+
 def test_samples_of_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="5 samples are requested from documents that hold no token"):
         plan_epochs(tokens_per_epoch=0, sequence_length=4, requested=5)

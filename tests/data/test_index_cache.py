@@ -237,7 +237,7 @@ def test_an_index_lies_beside_read_only_data_in_the_users_cache(
 
 
 def test_a_corpus_that_was_replaced_gets_an_index_of_its_own(tmp_path: Path) -> None:
-    for lengths in ([9] * 10, [18] * 5):
+    for lengths in ([8, 10] * 5, [10, 8] * 5):  # as many documents and tokens
         corpus = numbered_corpus(tmp_path / "corpus", lengths)
         train = build_gpt_datasets(
             num_samples=(4, 0, 0), seq_length=4, seed=1, vocab_size=1000, eod=0, data_path=[str(corpus)],
@@ -250,3 +250,34 @@ def test_a_corpus_that_was_replaced_gets_an_index_of_its_own(tmp_path: Path) -> 
     description = json.loads(manifests[0].read_text())["description"]
     assert description["dataset"] == str(corpus)
     assert description["requested"] == 4
+
+
+def test_an_entry_is_found_by_all_that_its_content_depends_on(tmp_path: Path) -> None:
+    """Each call differs from the first in one thing; with a shared cache it gets what it gets without one."""
+    corpus = numbered_corpus(tmp_path / "corpus", [9, 0, 30, 4] * 5)
+    first: dict[str, Any] = {
+        "num_samples": (None, None, None), "seq_length": 4, "seed": 1, "vocab_size": 1000, "eod": 0,
+        "data_path": [str(corpus)], "split": "60,40,0",
+    }  # fmt: skip
+    changes: list[dict[str, Any]] = [
+        {},
+        {"num_samples": (200, 100, None)},
+        {"seq_length": 5},
+        {"seed": 2},
+        {"split": "50,50,0"},
+        {"add_extra_token": False},
+        {"drop_last_partial_validation_sequence": False},
+    ]
+
+    def indices(cache: Path, change: dict[str, Any]) -> list[bytes]:
+        splits = build_gpt_datasets(**{**first, **change, "data_cache_path": cache})[:2]
+        return [
+            getattr(split.index, kind).tobytes()  # type: ignore[union-attr]
+            for split in splits
+            for kind in ("document", "sample", "shuffle")
+        ]
+
+    shared = [indices(tmp_path / "shared", change) for change in changes]
+    alone = [indices(tmp_path / f"alone{number}", change) for number, change in enumerate(changes)]
+    assert shared == alone
+    assert len({tuple(entry) for entry in shared}) == len(changes)

@@ -159,6 +159,21 @@ def test_nothing_has_the_final_name_before_it_is_complete(tmp_path: Path) -> Non
     assert IndexedDataset(tmp_path / "corpus")[0].tolist() == [1, 2]
 
 
+def test_an_old_index_never_stands_beside_new_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = write_corpus(tmp_path / "corpus", [[[1, 2]]])
+    writer = IndexedDatasetWriter(prefix, dtype=np.uint16)
+    writer.add_document([3, 4], [2])
+
+    def killed(path: Path, target: Path) -> None:
+        raise KeyboardInterrupt(target)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        writer.finalize()
+    with pytest.raises(IndexedDatasetError, match=r"corpus\.idx: no such file"):
+        IndexedDataset(prefix)
+
+
 def damage_magic(prefix: Path) -> None:
     content = bytearray(Path(f"{prefix}.idx").read_bytes())
     content[0:4] = b"XXXX"
