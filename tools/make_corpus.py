@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from text_tools import Work, atomic_write, elapsed, prepare_output, progress, run_tool, say
+from text_tools import Work, atomic_write, elapsed, prepare_output, progress, record_path, run_tool, say
 
 TOOL = "make_corpus 1"
 STANDARD_LIBRARY_SUFFIXES = (".py", ".txt", ".rst")
 # fmt: off
 SUFFIXES = (
     ".py", ".pyi", ".txt", ".md", ".rst", ".tex", ".html", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh",
-    ".cs", ".f90", ".go", ".hs", ".java", ".jl", ".js", ".json", ".kt", ".lua", ".m", ".pl", ".php", ".r", ".rb",
-    ".rs", ".scala", ".sh", ".sql", ".swift", ".ts", ".toml", ".yaml", ".yml",
+    ".cs", ".f90", ".go", ".hs", ".java", ".jl", ".js", ".json", ".kt", ".lua", ".m", ".pl", ".php", ".r",
+    ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".ts", ".toml", ".yaml", ".yml",
 )
 # fmt: on
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "node_modules", "__pycache__"}
@@ -85,8 +85,8 @@ def main() -> None:
     else:
         sources = find_sources(arguments.input, arguments.suffixes or SUFFIXES)
     # A corpus that is made again must not read its own last result.
-    output = arguments.output.resolve()
-    sources = [source for source in sources if source.path.resolve() != output]
+    own = {arguments.output.resolve(), record_path(arguments.output).resolve()}
+    sources = [source for source in sources if source.path.resolve() not in own]
     work = Work(
         tool=TOOL,
         arguments={

@@ -44,7 +44,7 @@ class Work:
 
     @property
     def record(self) -> Path:
-        return self.outputs[0].with_name(self.outputs[0].name + ".done.json")
+        return record_path(self.outputs[0])
 
     def reason_to_run(self) -> str | None:
         """None when the result is there and complete, else why it must be made."""
@@ -71,7 +71,7 @@ class Work:
         return None
 
     def skip(self) -> bool:
-        """True, with a line, when there is nothing to do; otherwise the record, no longer true, is removed."""
+        """True, with a line, when there is nothing to do; otherwise the record, now untrue, is removed."""
         reason = self.reason_to_run()
         names = ", ".join(str(path) for path in self.outputs)
         if reason is None:
@@ -96,6 +96,10 @@ class Work:
 
     def inputs_digest(self) -> str:
         return _inputs_digest(self.inputs)
+
+
+def record_path(output: Path) -> Path:
+    return output.with_name(output.name + ".done.json")
 
 
 def _inputs_digest(paths: Sequence[Path]) -> str:

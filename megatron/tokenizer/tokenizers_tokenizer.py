@@ -18,9 +18,9 @@ END_OF_DOCUMENT_TOKENS = (GPT2_END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", 
 class TokenizersTokenizer:
     """A tokenizer of the `tokenizers` library with the ids of its special tokens looked up.
 
-    A special token that stands literally in a text becomes its id, as in Megatron-LM; what the file's
-    post-processor adds (a BOS, [CLS] ... [SEP]) is added. Truncation and padding that a tokenizer.json may ask
-    for are switched off: they belong to inference, and would silently cut documents.
+    A special token that stands literally in a text becomes its id, as in Megatron-LM; what the
+    file's post-processor adds (a BOS, [CLS] ... [SEP]) is added. Truncation and padding that a tokenizer.json
+    may ask for are switched off: they belong to inference, and would silently cut documents.
 
     Args:
         backend: the library's tokenizer; changed in place.

@@ -1,0 +1,69 @@
+"""From flags to a tokenizer."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from megatron.config.tokenizer import TokenizerConfig, TokenizerType
+from megatron.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from tests.helpers.tokenizer_files import BOTCHAN_MODEL, gpt2_merge_file, gpt2_vocab_file, mistral_model
+
+GPT2 = {"vocab_file": str(gpt2_vocab_file()), "merge_file": str(gpt2_merge_file())}
+
+
+def test_every_type_that_can_be_asked_for_can_be_built() -> None:
+    assert set(TOKENIZER_TYPES) == set(get_args(TokenizerType))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_type", "options", "vocab_size", "eod"),
+    [
+        ("GPT2BPETokenizer", GPT2, 50257, 50256),
+        ("SentencePieceTokenizer", {"tokenizer_model": str(BOTCHAN_MODEL)}, 1000, 2),
+        ("GPTSentencePieceTokenizer", {"tokenizer_model": str(BOTCHAN_MODEL)}, 1000, 2),
+        ("Llama2Tokenizer", {"tokenizer_model": str(mistral_model())}, 32000, 2),
+        ("NullTokenizer", {"vocab_size": 512}, 512, 511),
+        ("NullTokenizer", {"vocab_size": 512, "null_tokenizer_eod_id": 3}, 512, 3),
+        ("ByteTokenizer", {}, 257, 256),
+    ],
+)
+def test_a_tokenizer_is_built_from_local_files(
+    tokenizer_type: TokenizerType, options: dict[str, Any], vocab_size: int, eod: int
+) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type=tokenizer_type, **options))
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eod) == (tokenizer_type, vocab_size, eod)
+
+
+def test_a_vocabulary_size_that_is_not_the_files_is_refused() -> None:
+    config = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_size=50304, **GPT2)
+    with pytest.raises(ValueError, match=r"--vocab-size 50304 contradicts .* 50257 ids.*--padded-vocab-size"):
+        build_tokenizer(config)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_type", "flag"),
+    [
+        ("GPT2BPETokenizer", "--vocab-file"),
+        ("Llama2Tokenizer", "--tokenizer-model"),
+        ("HuggingFaceTokenizer", "--tokenizer-model"),
+        ("NullTokenizer", "--vocab-size"),
+    ],
+)
+def test_a_missing_flag_is_named(tokenizer_type: TokenizerType, flag: str) -> None:
+    with pytest.raises(ValueError, match=f"{flag} .*--tokenizer-type {tokenizer_type} needs"):
+        build_tokenizer(TokenizerConfig(tokenizer_type=tokenizer_type))
+
+
+def test_an_unknown_type_is_refused_with_those_that_work() -> None:
+    config = TokenizerConfig(tokenizer_type="WordTokenizer")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"--tokenizer-type WordTokenizer is not known: choose one of .*Byte"
+    ):
+        build_tokenizer(config)
+
+
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    config = TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(tmp_path))
+    with pytest.raises(ValueError, match="is a folder"):
+        build_tokenizer(config)

@@ -1,0 +1,565 @@
+"""From text to .bin/.idx, by the tools as a user starts them."""
+
+import json
+import os
+import random
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import unicodedata
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
+from tests.helpers.tokenizer_files import (
+    BOTCHAN_MODEL,
+    FIXTURES,
+    gpt2_merge_file,
+    gpt2_vocab_file,
+    mistral_model,
+)
+
+ROOT = Path(__file__).parents[2]
+PREPROCESS = FIXTURES / "preprocess"
+GPT2 = [
+    "--tokenizer-type",
+    "GPT2BPETokenizer",
+    "--vocab-file",
+    gpt2_vocab_file(),
+    "--merge-file",
+    gpt2_merge_file(),
+]
+BYTES = ["--tokenizer-type", "ByteTokenizer"]
+
+Arguments = Sequence[str | Path]
+
+
+def command(tool: str, *arguments: str | Path) -> list[str]:
+    return [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *map(str, arguments)]
+
+
+def run(tool: str, *arguments: str | Path, fails: bool = False) -> str:
+    """What the tool printed: its stdout, or with `fails` its stderr.
+
+    The tool runs in a fork of this process, which has all libraries loaded already; a new interpreter would
+    spend most of the time of these tests on importing them.
+    """
+    words = command(tool, *arguments)[1:]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if child == 0:
+            run_in_child(words, out.fileno(), err.fileno())
+        _, status = os.waitpid(child, 0)
+        out.seek(0)
+        err.seek(0)
+        printed, complained = out.read(), err.read()
+    assert "Traceback" not in complained, complained
+    assert (status != 0) == fails, complained
+    return complained if fails else printed
+
+
+def run_in_child(words: list[str], out: int, err: int) -> NoReturn:
+    status = 1
+    try:
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        sys.argv = words
+        sys.path.insert(0, str(ROOT / "tools"))
+        runpy.run_path(words[0], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def write_lines(path: Path, records: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    dataset = IndexedDataset(prefix)
+    bounds = dataset.document_indices
+    return [
+        [int(token) for sequence in range(bounds[i], bounds[i + 1]) for token in dataset[sequence]]
+        for i in range(len(bounds) - 1)
+    ]
+
+
+def same_files(prefix: Path, expected: Path) -> bool:
+    return all(
+        Path(f"{prefix}.{ending}").read_bytes() == Path(f"{expected}.{ending}").read_bytes()
+        for ending in ("bin", "idx")
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "corpus", "arguments"),
+    [
+        ("gpt2_eod", "corpus", [*GPT2, "--append-eod"]),
+        ("gpt2_noeod", "corpus", GPT2),
+        ("gpt2_small_eod", "corpus_small", [*GPT2, "--append-eod"]),
+        (
+            "gptsp_bpe1000_eod",
+            "corpus",
+            [
+                "--tokenizer-type",
+                "GPTSentencePieceTokenizer",
+                "--tokenizer-model",
+                BOTCHAN_MODEL,
+                "--append-eod",
+            ],
+        ),
+        (
+            "llama2_sp_eod",
+            "corpus",
+            ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", mistral_model(), "--append-eod"],
+        ),
+    ],
+)
+def test_the_files_are_megatrons_byte_for_byte(
+    tmp_path: Path, name: str, corpus: str, arguments: Arguments, workers: int
+) -> None:
+    prefix = tmp_path / name
+    run(
+        "preprocess_data",
+        *("--input", PREPROCESS / f"{corpus}.jsonl", "--output-prefix", prefix, "--workers", str(workers)),
+        *arguments,
+    )
+    assert same_files(Path(f"{prefix}_text_document"), PREPROCESS / f"{name}_text_document")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_key_gets_its_own_complete_dataset(tmp_path: Path, workers: int) -> None:
+    run(
+        "preprocess_data",
+        *(
+            "--input",
+            PREPROCESS / "corpus.jsonl",
+            "--output-prefix",
+            tmp_path / "x",
+            "--workers",
+            str(workers),
+        ),
+        *("--json-keys", "text", "title", "--append-eod", *GPT2),
+    )
+    assert same_files(tmp_path / "x_text_document", PREPROCESS / "gpt2_eod_text_document")
+    assert same_files(tmp_path / "x_title_document", PREPROCESS / "gpt2_2keys_title_document")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_empty_document_is_kept_wherever_it_stands(tmp_path: Path, place: int) -> None:
+    texts = ["ab", "c"]
+    texts.insert(place, "")
+    source = write_lines(tmp_path / "c.jsonl", [{"text": text} for text in texts])
+    run("preprocess_data", "--input", source, "--output-prefix", tmp_path / "x", "--append-eod", *BYTES)
+    assert documents(tmp_path / "x_text_document") == [
+        [*text.encode(), 256] if text else [] for text in texts
+    ]
+    assert len(IndexedDataset(tmp_path / "x_text_document")) == 2
+
+
+def test_workers_keep_the_order_over_many_batches_and_files(tmp_path: Path) -> None:
+    """Batches of very different cost, so that workers end in another order than they began."""
+    generator = random.Random(5)
+    texts = [f"{i} " * generator.choice([1, 10, 20_000]) for i in range(400)]
+    files = [
+        write_lines(tmp_path / f"{part}.jsonl", [{"text": text} for text in texts[part::2]])
+        for part in range(2)
+    ]
+    run(
+        "preprocess_data",
+        *("--input", tmp_path / "*.jsonl", "--output-prefix", tmp_path / "x", "--workers", "3", *BYTES),
+    )
+    assert sum(file.stat().st_size for file in files) > 8e6  # 16 batches or more
+    written = [bytes(ids).decode() for ids in documents(tmp_path / "x_text_document")]
+    assert written == texts[0::2] + texts[1::2]
+
+
+def test_ids_beyond_uint16_are_stored_whole(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "0 69999 65535 65536"}])
+    run(
+        "preprocess_data",
+        *("--input", source, "--output-prefix", tmp_path / "x", "--append-eod"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "70000", "--null-tokenizer-eod-id", "7"),
+    )
+    assert IndexedDataset(tmp_path / "x_text_document").dtype == np.int32
+    assert documents(tmp_path / "x_text_document") == [[0, 69999, 65535, 65536, 7]]
+
+
+def test_blank_lines_windows_newlines_and_a_byte_order_mark_are_no_documents(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b\\r\\n"}\n  \n{"text": "c"}'
+    )
+    run("preprocess_data", "--input", tmp_path / "c.jsonl", "--output-prefix", tmp_path / "x", *BYTES)
+    assert documents(tmp_path / "x_text_document") == [[97], [98, 13, 10], [99]]
+
+
+GOOD = b'{"text": "good"}\n'
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"title": "x"}', "the record has no key 'text'; its keys: 'title'"),
+        (b'{"text": 7}', "the value of 'text' is int, it must be a string"),
+        (b'{"text": null}', "the value of 'text' is NoneType"),
+        (b'{"text": ["a"]}', "the value of 'text' is list"),
+        (b'["text"]', "list instead of an object"),
+        (b'{"text": "a"', "not valid JSON"),
+        (b'{"text": "a"} {"text": "b"}', "not valid JSON: Extra data at character 15"),
+        (b'{"text": "a\tb"}', "not valid JSON: Invalid control character"),
+        (b'{"text": "\xff"}', "byte 11 of the line is not valid UTF-8"),
+        (b'{"text": "\\ud800"}', "key 'text': character 0 of the text is the lone surrogate U+D800"),
+        (b"[" * 100_000, "JSON nested too deeply"),
+    ],
+)
+def test_a_broken_line_is_named_with_file_and_number_and_leaves_nothing(
+    tmp_path: Path, line: bytes, message: str, workers: int
+) -> None:
+    source = tmp_path / "corpus.jsonl"
+    source.write_bytes(GOOD * 3 + line + b"\n" + GOOD)
+    output = tmp_path / "out"
+    error = run(
+        "preprocess_data",
+        *("--input", source, "--output-prefix", output / "x", "--workers", str(workers), *BYTES),
+        fails=True,
+    )
+    assert f"error: {source}, line 4" in error
+    assert message in error
+    assert names(output) == []
+
+
+def test_the_line_number_is_right_in_a_later_batch(tmp_path: Path) -> None:
+    source = tmp_path / "corpus.jsonl"
+    source.write_bytes(GOOD * 100_000 + b"broken\n")
+    error = run(
+        "preprocess_data",
+        *("--input", source, "--output-prefix", tmp_path / "x", "--workers", "2", *BYTES),
+        fails=True,
+    )
+    assert f"{source}, line 100001: not valid JSON" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input", "none.jsonl", *BYTES], "--input none.jsonl: there is no such file"),
+        (["--input", ".", *BYTES], "--input .: is a folder"),
+        (["--workers", "0", *BYTES], "--workers 0: must be at least 1"),
+        (["--json-keys", "text", "text", *BYTES], "each key can be named once"),
+        (["--tokenizer-type", "GPT2BPETokenizer"], "--vocab-file"),
+        (["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "none.model"], "none.model"),
+        (["--tokenizer-type", "NullTokenizer", "--vocab-size", "x"], "--vocab-size"),
+        (["--tokenizer-type", "WordTokenizer"], "NullTokenizer"),
+        ([*BYTES, "--append-eos"], "unrecognized arguments: --append-eos"),
+    ],
+)
+def test_a_wrong_command_is_refused_in_words(tmp_path: Path, arguments: Arguments, message: str) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "a"}])
+    given = [] if "--input" in arguments else ["--input", source]
+    error = run("preprocess_data", *given, "--output-prefix", tmp_path / "x", *arguments, fails=True)
+    assert message in error
+    assert names(tmp_path) == ["c.jsonl"]
+
+
+def test_an_input_without_documents_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text("\n\n")
+    error = run(
+        "preprocess_data",
+        "--input",
+        tmp_path / "c.jsonl",
+        "--output-prefix",
+        tmp_path / "x",
+        *BYTES,
+        fails=True,
+    )
+    assert "holds no document" in error
+    assert names(tmp_path) == ["c.jsonl"]
+
+
+def _touch_input(folder: Path) -> None:
+    write_lines(folder / "c.jsonl", [{"text": "other"}])
+
+
+def _truncate_output(folder: Path) -> None:
+    path = folder / "x_text_document.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _change_output(folder: Path) -> None:
+    path = folder / "x_text_document.bin"
+    path.write_bytes(b"\0" * path.stat().st_size)
+
+
+def _remove_index(folder: Path) -> None:
+    (folder / "x_text_document.idx").unlink()
+
+
+def _spoil_record(folder: Path) -> None:
+    (folder / "x_text_document.bin.done.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        (_touch_input, [], "made again, the input has changed"),
+        (_truncate_output, [], "is not the file that was written"),
+        (_change_output, [], "is not the file that was written"),
+        (_remove_index, [], "is not there"),
+        (_spoil_record, [], "is not a record of this tool"),
+        (lambda folder: None, ["--append-eod"], "append_eod False, now True"),
+    ],
+)
+def test_finished_work_is_skipped_until_anything_differs(
+    tmp_path: Path, change: Callable[[Path], None], arguments: Arguments, message: str
+) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "abc"}])
+    base = ["--input", source, "--output-prefix", tmp_path / "x", *BYTES]
+    run("preprocess_data", *base)
+    before = (tmp_path / "x_text_document.bin").stat()
+    assert "already there and complete" in run("preprocess_data", *base, "--workers", "2")
+    assert (tmp_path / "x_text_document.bin").stat().st_mtime_ns == before.st_mtime_ns
+    change(tmp_path)
+    assert message in run("preprocess_data", *base, *arguments)
+    text = json.loads(source.read_text())["text"]
+    assert documents(tmp_path / "x_text_document") == [[*text.encode(), *([256] if arguments else [])]]
+    assert "already there and complete" in run("preprocess_data", *base, *arguments)
+
+
+@pytest.mark.parametrize("tool", ["make_corpus", "train_tokenizer", "preprocess_data"])
+def test_a_tool_runs_as_a_script_and_explains_itself(tool: str) -> None:
+    done = subprocess.run(
+        command(tool, "--help"), capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"python tools/{tool}.py" in done.stdout
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_is_ended_leaves_nothing_that_looks_finished(tmp_path: Path, how: signal.Signals) -> None:
+    source = tmp_path / "c.jsonl"
+    source.write_bytes(GOOD * 1_000_000)
+    base = ["--input", source, "--output-prefix", tmp_path / "x", *BYTES]
+    process = subprocess.Popen(
+        command("preprocess_data", *base),
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("x_text_document.bin.*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(how)
+    assert process.wait() == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    finished = {"x_text_document.bin", "x_text_document.idx", "x_text_document.bin.done.json"}
+    assert finished.isdisjoint(names(tmp_path))
+    if how == signal.SIGINT:
+        assert names(tmp_path) == ["c.jsonl"]
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """A folder with text, a duplicate, and what must be left out."""
+    folder = tmp_path / "notes"
+    (folder / "deep" / "site-packages").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    (folder / "a.py").write_bytes(b"def f():\r\n\treturn '\xc3\xbc'  \n")
+    (folder / "b.md").write_text("# Title \u2581\n")
+    (folder / "deep" / "same-as-a.py").write_bytes((folder / "a.py").read_bytes())
+    (folder / "deep" / "c.txt").write_text("c")
+    (folder / "latin.txt").write_bytes(b"\xfcber")
+    (folder / "blank.txt").write_text(" \n")
+    (folder / "picture.png").write_text("not text")
+    (folder / "deep" / "site-packages" / "d.py").write_text("left out")
+    (folder / ".git" / "e.txt").write_text("left out")
+    return folder
+
+
+def test_a_corpus_holds_each_text_once_unchanged(tmp_path: Path, notes: Path) -> None:
+    output = tmp_path / "corpus.jsonl"
+    said = run("make_corpus", "--output", output, "--input", notes)
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert {record["source"]: record["text"] for record in records} == {
+        "notes/a.py": "def f():\r\n\treturn 'ü'  \n",
+        "notes/b.md": "# Title \u2581\n",
+        "notes/deep/c.txt": "c",
+    }
+    assert "1 duplicates and 2 files that are empty or not UTF-8 left out" in said
+
+
+def test_the_order_of_a_corpus_depends_on_content_and_seed_only(tmp_path: Path, notes: Path) -> None:
+    for i in range(40):
+        (notes / f"{i:02}.txt").write_text(f"text {i}")
+
+    def texts(name: str, *arguments: str | Path) -> list[str]:
+        run("make_corpus", "--output", tmp_path / name, *arguments)
+        return [json.loads(line)["text"] for line in (tmp_path / name).read_text().splitlines()]
+
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(notes, moved)
+    order = texts("1.jsonl", "--input", notes)
+    assert texts("2.jsonl", "--input", moved) == order
+    other = texts("3.jsonl", "--input", notes, "--seed", "7")
+    assert sorted(other) == sorted(order)
+    assert other != order != sorted(order)
+
+
+def test_a_corpus_can_be_limited_and_takes_files_and_patterns(tmp_path: Path, notes: Path) -> None:
+    for i in range(100):
+        (notes / f"{i}.log").write_text(f"{i:04}" * 250)
+    output = tmp_path / "corpus.jsonl"
+    run("make_corpus", "--output", output, "--input", notes / "*.log", "--max-megabytes", "0.02")
+    assert len(output.read_text().splitlines()) == 20
+    run("make_corpus", "--output", output, "--input", notes / "picture.png")
+    assert json.loads(output.read_text()) == {"text": "not text", "source": "picture.png"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input", "none"], "--input none: there is no such file or folder"),
+        (["--input", "{notes}", "--suffixes", ".rs"], "no file that ends in .rs"),
+        (["--input", "{notes}/latin.txt"], "no text found in 1 files"),
+        (["--input", "{notes}", "--max-megabytes", "0"], "--max-megabytes 0.0: must be above 0"),
+    ],
+)
+def test_a_corpus_of_nothing_is_refused(
+    tmp_path: Path, notes: Path, arguments: list[str], message: str
+) -> None:
+    words = [word.format(notes=notes) for word in arguments]
+    assert message in run("make_corpus", "--output", tmp_path / "c.jsonl", *words, fails=True)
+    assert names(tmp_path) == ["notes"]
+
+
+def test_a_changed_folder_is_gathered_again(tmp_path: Path, notes: Path) -> None:
+    base = ["--output", notes / "corpus.json", "--input", notes, "--suffixes", ".txt", ".json"]
+    run("make_corpus", *base)
+    assert "already there" in run("make_corpus", *base)  # its own output is no input
+    (notes / "new.txt").write_text("new")
+    assert "made again" in run("make_corpus", *base)
+    assert len((notes / "corpus.json").read_text().splitlines()) == 2
+
+
+@pytest.fixture(scope="module")
+def standard_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    run("make_corpus", "--output", path, "--max-megabytes", "3")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(standard_library: Path) -> Path:
+    prefix = standard_library.with_name("tok.enizer")
+    run("train_tokenizer", "--input", standard_library, "--output-prefix", prefix, "--vocab-size", "1024")
+    return Path(f"{prefix}.model")
+
+
+def test_the_standard_library_is_a_corpus(standard_library: Path) -> None:
+    records = [json.loads(line) for line in standard_library.read_text().splitlines()]
+    assert 2.5e6 < sum(len(record["text"].encode()) for record in records) <= 3e6
+    assert all(record["text"].strip() and not record["source"].startswith("/") for record in records)
+    assert not any("site-packages" in record["source"] for record in records)
+
+
+def test_a_trained_tokenizer_keeps_every_character_of_unicode(trained: Path) -> None:
+    tokenizer = SentencePieceTokenizer(trained)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.pad) == (1024, None, None)
+    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    for start in range(0, len(characters), 4096):
+        text = " ".join(characters[start : start + 4096])
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_trained_tokenizer_keeps_unicode_forms_and_reserved_words(trained: Path) -> None:
+    tokenizer = SentencePieceTokenizer(trained)
+    for text in (
+        unicodedata.normalize("NFC", "ñ"),
+        unicodedata.normalize("NFD", "ñ"),
+        "<unk></s><|endoftext|>",
+    ):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.eod not in tokenizer.encode(text)
+
+
+def test_code_has_newlines_tabs_and_indents_as_single_tokens(trained: Path) -> None:
+    tokenizer = SentencePieceTokenizer(trained)
+    for piece in ("\n", "\t", "    ", "        "):
+        assert len(tokenizer.encode(piece)) == 1
+    assert tokenizer.decode(tokenizer.encode("if x:\n    y()\n")[:-1]) == "if x:\n    y()"
+
+
+def test_the_same_corpus_gives_the_same_tokenizer(
+    tmp_path: Path, standard_library: Path, trained: Path
+) -> None:
+    copy = shutil.copy(standard_library, tmp_path / "other-name.jsonl")
+    base = ["--input", copy, "--output-prefix", tmp_path / "t", "--vocab-size", "1024"]
+    run("train_tokenizer", *base)
+    assert (tmp_path / "t.model").read_bytes() == trained.read_bytes()
+    assert "already there and complete" in run("train_tokenizer", *base)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("277", "--vocab-size 277: must be above 277"),
+        ("65536", "--vocab-size 65536: SentencePiece refuses: Vocab"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_is_refused(tmp_path: Path, size: str, message: str) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "the cat sat on the mat"}])
+    error = run(
+        "train_tokenizer",
+        *("--input", source, "--output-prefix", tmp_path / "t", "--vocab-size", size),
+        fails=True,
+    )
+    assert message in error
+    assert names(tmp_path) == ["c.jsonl"]
+
+
+def test_a_tokenizer_can_be_trained_on_long_lines_and_odd_characters(tmp_path: Path) -> None:
+    texts = ["word " * 50_000, "nul \0 and \ud800 and ▅ and ▁", "\r\n" * 100, ""]
+    source = write_lines(tmp_path / "c.jsonl", [{"body": text} for text in texts])
+    run(
+        "train_tokenizer",
+        *("--input", source, "--output-prefix", tmp_path / "t", "--vocab-size", "290", "--json-key", "body"),
+    )
+    tokenizer = SentencePieceTokenizer(tmp_path / "t.model")
+    assert len(tokenizer.encode(" word word")) == 2
+
+
+def test_from_the_standard_library_to_ids_and_back(
+    tmp_path: Path, standard_library: Path, trained: Path
+) -> None:
+    run(
+        "preprocess_data",
+        *("--input", standard_library, "--output-prefix", tmp_path / "x", "--workers", "2", "--append-eod"),
+        *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", trained),
+    )
+    tokenizer = SentencePieceTokenizer(trained)
+    written = documents(tmp_path / "x_text_document")
+    assert all(ids[-1] == tokenizer.eod and tokenizer.eod not in ids[:-1] for ids in written)
+    texts = [json.loads(line)["text"] for line in standard_library.read_text().splitlines()]
+    assert [tokenizer.decode(ids) for ids in written] == texts
