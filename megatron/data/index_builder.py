@@ -164,7 +164,8 @@ def build_sample_index(
     largest = max(document_index.size, int(lengths.max(initial=0)))
     dtype = np.int32 if largest <= _INT32_MAX else np.int64
     build = compiled_function(
-        f"build_sample_index_{np.dtype(dtype).name}", reference_cost="about six times the time to index a corpus"
+        f"build_sample_index_{np.dtype(dtype).name}",
+        reference_cost="about six times the time to index a corpus",
     )
     if build is None:
         return sample_index_reference(
