@@ -63,7 +63,7 @@ Layout = list[dict[str, Held]]  # one entry a rank
 def random_layout(specs: list[Spec], rng: random.Random) -> Layout:
     """A split of each tensor over 1 to 8 ranks: whole on some, or cut in runs of any length.
 
-    A run may be held by several ranks (replicated keys and values), a rank may hold several runs of one tensor
+    A run may be held by several ranks (replicated keys and values), a rank may hold several runs of a tensor
     in any local order (SwiGLU, QKV) with padding between them, or none, or lack the tensor (another stage).
     """
     layout: Layout = [{} for _ in range(rng.randint(1, 8))]

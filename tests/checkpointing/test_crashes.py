@@ -310,6 +310,13 @@ def test_a_disk_that_fails_anywhere_leaves_the_previous_checkpoint(
     assert 0 < step < 99
 
 
+def test_a_system_that_writes_a_few_bytes_at_a_time_is_asked_again(tmp_path: Path) -> None:
+    real = os.write
+    with patch.object(os, "write", lambda descriptor, data: real(descriptor, data[:7])):
+        save(tmp_path, 10, 1.0)
+    assert content(tmp_path) == (10, 1.0)
+
+
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     save(tmp_path, 10, 1.0)
     wrote = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -158,6 +159,15 @@ def test_all_tensors_that_do_not_fit_are_listed_and_nothing_is_written(tmp_path:
     assert "model.step: int64 in the checkpoint, torch.float32 in the model" in text
     assert "model.c (7,): not in the checkpoint" in text
     assert not good.any()
+
+
+def test_a_tied_copy_on_the_same_rank_is_saved_once_and_both_are_filled(tmp_path: Path) -> None:
+    first = whole("model.embedding", torch.arange(6.0))
+    copy = replace(first, tensor=torch.zeros(6), shard=replace(first.shard, owned=False))
+    save_checkpoint(tmp_path, 1, [copy, first, copy], {}, rank=0, world=ALONE, writes=True)
+    targets = [replace(first, tensor=torch.zeros(6)), replace(copy, tensor=torch.zeros(6))]
+    load_checkpoint(tmp_path).load_into(targets, world=ALONE)
+    assert all(torch.equal(named.tensor, first.tensor) for named in targets)
 
 
 def test_a_surplus_tensor_is_an_error_unless_it_is_to_be_ignored(tmp_path: Path) -> None:
