@@ -253,5 +253,5 @@ def run_tool(main: Callable[[], None]) -> None:
         print(f"error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted; nothing was left behind", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -370,7 +370,8 @@ def test_a_run_that_is_ended_leaves_nothing_that_looks_finished(tmp_path: Path, 
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("x_text_document.bin.*")) and time.monotonic() < deadline:
+    while not any(file.stat().st_size for file in tmp_path.glob("x_text_document.bin.*")):
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(how)
     assert process.wait() == (130 if how == signal.SIGINT else -signal.SIGKILL)
