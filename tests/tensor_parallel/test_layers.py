@@ -510,9 +510,13 @@ def check_compiled_caller(rank: int, world_size: int, sequence_parallel: bool) -
         assert_parity(gradient_of(ours, group), gradient_of(theirs, group))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_layers_work_inside_a_compiled_module(sequence_parallel: bool) -> None:
-    run_distributed(check_compiled_caller, 2, sequence_parallel)
+def check_compiled_callers(rank: int, world_size: int) -> None:
+    for sequence_parallel in (False, True):
+        check_compiled_caller(rank, world_size, sequence_parallel)
+
+
+def test_layers_work_inside_a_compiled_module() -> None:
+    run_distributed(check_compiled_callers, 2, timeout=120.0)
 
 
 def test_low_precision_gradients_are_summed_in_the_precision_of_main_grad() -> None:

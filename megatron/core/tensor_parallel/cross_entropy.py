@@ -62,8 +62,9 @@ def _compute_dtype(logits: Tensor) -> torch.dtype:
 
 
 def _rows_per_block(logits: Tensor) -> int:
-    block = _CPU_BLOCK * torch.get_num_threads() if logits.device.type == "cpu" else _ACCELERATOR_BLOCK
-    return max(1, block // logits.shape[-1])
+    if logits.device.type == "cpu":  # as many rows for each thread
+        return max(1, _CPU_BLOCK // logits.shape[-1]) * torch.get_num_threads()
+    return max(1, _ACCELERATOR_BLOCK // logits.shape[-1])
 
 
 def _own_targets(target: Tensor, columns: _Columns) -> tuple[Tensor, Tensor]:
