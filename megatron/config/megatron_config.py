@@ -463,8 +463,6 @@ def _batch_problems(config: MegatronConfig, replicas: int, sane: bool) -> Iterat
             f"data-parallel size {replicas} = {unit}",
             works=_batch_advice(head, value, unit, replicas, training.micro_batch_size),
         )
-    if sane and not wrong and config.parallel.interleaved:
-        yield from _interleaving_problems(config, replicas)
 
 
 def _batch_advice(name: str, value: int, unit: int, replicas: int, micro: int) -> str:
@@ -475,34 +473,3 @@ def _batch_advice(name: str, value: int, unit: int, replicas: int, micro: int) -
     return works
 
 
-def _interleaving_problems(config: MegatronConfig, replicas: int) -> Iterator[Problem]:
-    """The interleaved schedule takes micro-batches in groups; a rest must fill the pipeline."""
-    training, parallel = config.training, config.parallel
-    stages, group = parallel.pipeline_model_parallel_size, parallel.microbatch_group_size
-    unit = training.micro_batch_size * replicas
-    full = training.global_batch_size if training.global_batch_size is not None else unit
-    batches = [full]
-    if training.rampup_batch_size is not None:
-        start, increment, _ = training.rampup_batch_size
-        batches = [*range(start, full, increment), full]
-    for batch in batches:
-        count = batch // unit
-        if count % group == 0 or count % group >= stages:
-            continue
-        fits = [
-            size for size in range(group, count + 2 * group) if size % group == 0 or size % group >= stages
-        ]
-        chosen = near(fits, count, 2)
-        yield Problem(
-            flags=(
-                "--global-batch-size",
-                "--pipeline-model-parallel-size",
-                "--microbatch-group-size-per-virtual-pipeline-stage",
-                "--rampup-batch-size",
-            ),
-            value=batch,
-            rule=f"makes {count} micro-batches; the interleaved schedule takes them in groups of {group}, "
-            f"and a rest must be at least the {stages} stages",
-            works=f"{chosen} micro-batches, of {unit} samples each over all replicas",
-        )
-        return

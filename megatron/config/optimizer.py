@@ -13,6 +13,8 @@ from megatron.config.problems import Problem
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+WeightDecayStyle = Literal["constant", "linear", "cosine"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -49,7 +51,7 @@ class OptimizerConfig:
     lr_warmup_iters: int = field(default=0, metadata=flag("Warm-up in iterations."))
     lr_warmup_samples: int = field(default=0, metadata=flag("Warm-up in samples."))
     lr_warmup_init: float = field(default=0.0, metadata=flag("Learning rate at which the warm-up starts."))
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = field(
+    lr_wsd_decay_style: WsdDecayStyle = field(
         default="exponential", metadata=flag("Shape of the last part of WSD.")
     )
     lr_wsd_decay_iters: int | None = field(
@@ -65,7 +67,7 @@ class OptimizerConfig:
     end_weight_decay: float | None = field(
         default=None, metadata=flag("Weight decay at the end of its ramp.")
     )
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = field(
+    weight_decay_incr_style: WeightDecayStyle = field(
         default="constant", metadata=flag("Shape of the weight decay ramp.")
     )
     clip_grad: float = field(default=1.0, metadata=flag("Largest global gradient norm; 0 does not clip."))

@@ -25,7 +25,10 @@ def all_reduce_(
     """Reduce `tensor` over the group, in place, on every rank. The handle is None unless `async_op`."""
     if group.size == 1:
         return None
-    return dist.all_reduce(tensor, op=_REDUCTIONS[op], group=group.process_group, async_op=async_op)
+    work: dist.Work | None = dist.all_reduce(
+        tensor, op=_REDUCTIONS[op], group=group.process_group, async_op=async_op
+    )
+    return work
 
 
 def all_reduce(tensor: Tensor, group: CommGroup, op: Reduction = "sum") -> Tensor:

@@ -56,9 +56,16 @@ def build_parallel_state(grid: RankGrid, *, rank: int, nodes: Sequence[str] | No
     """Create the communicators of `rank` for a grid. Each rank of the world must call it with the same grid.
 
     Only the members of a group take part in making it, so start-up does not grow with the number of groups; axes that
-    hold the same ranks share one communicator.
+    hold the same ranks share one communicator. torch names such a group by its ranks and by how many groups the member
+    has already, so all members must have made equally many before: that holds along the axes, whose groups each rank
+    has one of, and the embedding group, which only the ends of a pipeline have, must come last.
     """
+    everyone = tuple(range(grid.world_size))
     communicators: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    if grid.world_size > 1:
+        world = dist.group.WORLD
+        assert world is not None, "torch.distributed is not initialised"
+        communicators[everyone] = world
 
     def group(name: str, ranks: tuple[int, ...]) -> CommGroup:
         if len(ranks) == 1:
@@ -78,8 +85,8 @@ def build_parallel_state(grid: RankGrid, *, rank: int, nodes: Sequence[str] | No
         context=group("context", grid.group_of(rank, "cp")),
         data_context=group("data-context", grid.group_of(rank, "dp-cp")),
         model=group("model", grid.group_of(rank, "tp-pp")),
+        world=group("world", everyone),
         embedding=group("embedding", ends) if rank in ends else None,
-        world=group("world", tuple(range(grid.world_size))),
         nodes=tuple(nodes) if nodes is not None else ("node0",) * grid.world_size,
     )
 

@@ -71,6 +71,7 @@ def built_parameter_count(modules: Iterable[nn.Module]) -> int:
     parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     total = 0
     for shard in map(shard_of, parameters.values()):
-        per_index = prod(shard.global_shape) // shard.global_shape[shard.split_dim]
+        indices = shard.global_shape[shard.split_dim] if shard.global_shape else 1
+        per_index = prod(shard.global_shape) // indices
         total += per_index * sum(piece.length for piece in shard.owned_pieces())
     return total

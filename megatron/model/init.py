@@ -25,7 +25,9 @@ BLOCK_ELEMENTS = 2**20  # 4 MiB of float32: large enough that seeding costs noth
 def initialize_weights(module: nn.Module, seed: int) -> None:
     """Give every parameter of `module` its first value. Names must have been set by `name_parameters`."""
     for parameter in module.parameters():
-        initialize_parameter(parameter, shard_of(parameter), seed)
+        shard = shard_of(parameter)
+        if shard.init.kind != "given":
+            initialize_parameter(parameter, shard, seed)
 
 
 @torch.no_grad()

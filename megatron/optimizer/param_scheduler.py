@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from megatron.config.optimizer import DecayStyle, OptimizerConfig
+from megatron.config.optimizer import DecayStyle, OptimizerConfig, WeightDecayStyle, WsdDecayStyle
 
-WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
-WeightDecayStyle = Literal["constant", "linear", "cosine"]
 OnLoad = Literal["check", "override", "use_checkpoint"]
 
 

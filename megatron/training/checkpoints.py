@@ -34,11 +34,14 @@ def save_run(run: Run, folder: Path) -> None:
     start = time.perf_counter()
     config, state = run.config, run.state
     tensors = list(_model_tensors(run))
-    metadata: dict[str, Any] = {"config": config.to_dict(), "progress": run.progress.state_dict()}
+    metadata: dict[str, Any] = {
+        "config": config.to_dict(),
+        "progress": run.progress.state_dict(),
+        "scheduler": run.scheduler.state_dict(),
+    }
     if config.checkpoint.save_optim:
         tensors += run.optimizer.named_state()
         metadata["optimizer"] = run.optimizer.state_dict()
-        metadata["scheduler"] = run.scheduler.state_dict()
     iteration = run.progress.iteration
     save_checkpoint(
         folder,
@@ -101,13 +104,19 @@ def load_run(run: Run, checkpoint: Checkpoint) -> None:
     wanted = run.config.checkpoint
     tensors = list(_model_tensors(run))
     with_optimizer = wanted.load_optim and not wanted.finetune
-    if with_optimizer and "optimizer" in checkpoint.metadata:
+    if with_optimizer and "optimizer" not in checkpoint.metadata:
+        raise CheckpointError(
+            f"{checkpoint.folder} was saved without the optimizer (--no-save-optim): --no-load-optim starts it anew, "
+            f"--finetune the whole run"
+        )
+    if with_optimizer:
         tensors += run.optimizer.named_state()
     summary = checkpoint.load_into(
         tensors, world=run.state.world, ignore=() if with_optimizer else ("optimizer.",)
     )
-    if with_optimizer and "optimizer" in checkpoint.metadata:
+    if with_optimizer:
         run.optimizer.load_state_dict(checkpoint.metadata["optimizer"])
+    if not wanted.finetune:  # also with --no-load-optim: the position in the data goes on, so must the learning rate
         run.scheduler.load_state_dict(checkpoint.metadata["scheduler"])
     run.optimizer.after_load(main_params_loaded=with_optimizer)
     for cast in summary.casts:

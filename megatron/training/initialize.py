@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.config.arguments import ExtraArguments, parse_arguments
+from megatron.config.arguments import ExtraArgsProvider, parse_arguments
 from megatron.config.megatron_config import ConfigError, MegatronConfig
 from megatron.core import device as devices
 from megatron.core import parallel_state
@@ -114,7 +114,7 @@ def launch_line(world_size: int, ranks_per_node: int = DEFAULT_RANKS_PER_NODE) -
 
 def initialize_megatron(
     argv_or_config: Sequence[str] | MegatronConfig | None = None,
-    extra_args_provider: ExtraArguments | None = None,
+    extra_args_provider: ExtraArgsProvider | None = None,
 ) -> MegatronContext:
     """Parse and check the arguments, then create the process groups.
 
@@ -142,15 +142,19 @@ def _or_exit(start: Callable[[], MegatronContext]) -> MegatronContext:
 
 
 def _initialize(
-    argv_or_config: Sequence[str] | MegatronConfig, extra_args_provider: ExtraArguments | None
+    argv_or_config: Sequence[str] | MegatronConfig, extra_args_provider: ExtraArgsProvider | None
 ) -> MegatronContext:
     launch = read_launch_environment(os.environ)
     extra = argparse.Namespace()
     if isinstance(argv_or_config, MegatronConfig):
         config = argv_or_config
+        config.validate(world_size=launch.world_size)
     else:
         config, extra = parse_arguments(
-            argv_or_config, extra_args_provider, world_size=launch.world_size if launch.launched else None
+            argv_or_config,
+            extra_args_provider,
+            world_size=launch.world_size,
+            say=print if launch.rank == 0 else lambda text: None,
         )
     parallel = config.parallel
     world_size = parallel.world_size or launch.world_size
@@ -236,7 +240,6 @@ def _join_world(
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
     )
     return nodes
 

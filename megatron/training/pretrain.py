@@ -7,7 +7,7 @@ from signal import Signals
 
 import torch
 
-from megatron.config.arguments import ExtraArguments
+from megatron.config.arguments import ExtraArgsProvider
 from megatron.core.collectives import barrier
 from megatron.model.flops import flops_per_batch
 from megatron.optimizer.build import build_optimizer
@@ -47,7 +47,7 @@ def pretrain(
     model_provider: ModelProvider,
     forward_step: ForwardStep,
     *,
-    extra_args_provider: ExtraArguments | None = None,
+    extra_args_provider: ExtraArgsProvider | None = None,
     context: MegatronContext | None = None,
 ) -> Run:
     """Train a model as the command line says.

@@ -83,6 +83,12 @@ class Run:
         """Whether this rank reports: the last one, which holds the output and so the losses."""
         return self.state.rank == self.state.world.size - 1
 
+    @property
+    def stops_on_nan(self) -> bool:
+        """Whether a gradient that is not finite ends the run. With float16 an overflow is part of the method."""
+        config = self.config
+        return config.training.check_for_nan_in_loss_and_grad and config.optimizer.precision != "fp16"
+
     def print(self, text: str) -> None:
         """Print on the rank that reports."""
         if self.logs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -106,7 +107,7 @@ def _adopt_plain_parameters(module: nn.Module, context: MegatronContext) -> None
                 Shard(
                     global_shape=tuple(parameter.shape),
                     dim=None,
-                    pieces=whole_pieces(parameter.shape[0], context.state.tensor),
+                    pieces=whole_pieces(parameter.shape[0] if parameter.dim() else 1, context.state.tensor),
                     group=context.state.tensor,
                     init=Init.given(),
                 ),
@@ -149,6 +150,7 @@ def build_executor(
         hidden_shape=(sequence, config.training.micro_batch_size, config.model.hidden_size),
         dtype=config.optimizer.params_dtype,
         device=context.device,
+        timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
     )
 
 

@@ -46,7 +46,11 @@ def train_step(run: Run) -> StepReport:
             )
         with run.timers("grads-reduce"):
             finalize_model_grads(
-                run.chunks, tensor=state.tensor, embedding=state.embedding, data=state.data_context
+                run.chunks,
+                tensor=state.tensor,
+                embedding=state.embedding,
+                data=state.data_context,
+                check_finite=run.stops_on_nan,
             )
         with run.timers("optimizer"):
             update = optimizer.step()

@@ -93,12 +93,6 @@ REFUSED = [
         ["--num-layers-per-virtual-pipeline-stage 2", "the same", "one of the two"],
     ),
     (
-        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6",
-        "",
-        2,
-        ["--global-batch-size 6", "3 micro-batches", "groups of 2"],
-    ),
-    (
         "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
         "--microbatch-group-size-per-virtual-pipeline-stage 2",
         "",

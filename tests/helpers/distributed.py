@@ -7,6 +7,7 @@ makes a forked child hang, and importing torch once costs more than most tests.
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import tempfile
 import time
 import traceback
@@ -70,7 +71,7 @@ def _collect(receivers: list[Connection], timeout: float) -> list[tuple[bool, An
         for rank, receiver in list(waiting.items()):
             if receiver in ready:
                 try:
-                    outcomes[rank] = receiver.recv()
+                    outcomes[rank] = pickle.loads(receiver.recv_bytes())
                 except EOFError:
                     outcomes[rank] = (False, "the process died without a word")
                 if not outcomes[rank][0]:
@@ -102,9 +103,14 @@ def _rank_main(
         )
         result = function(rank, world_size, *arguments)
         dist.barrier()
-        sender.send((True, result))
+        _send(sender, True, result)
         dist.destroy_process_group()
     except BaseException:  # the traceback is the test's message, whatever it is
-        sender.send((False, traceback.format_exc()))
+        _send(sender, False, traceback.format_exc())
     finally:
         sender.close()
+
+
+def _send(sender: Connection, succeeded: bool, value: Any) -> None:
+    """By value: `Connection.send` would share tensors through memory that ends with this process."""
+    sender.send_bytes(pickle.dumps((succeeded, value)))
