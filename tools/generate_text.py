@@ -28,12 +28,8 @@ def load_model(folder: str, step: int | None, device: torch.device) -> tuple[GPT
     checkpoint = load_checkpoint(folder, step=step)
     config = MegatronConfig.from_dict(checkpoint.metadata["config"])
     vocabulary = build_vocabulary(config)
-    context = MegatronContext(
-        config=config, state=ParallelState.single(), device=device, extra=argparse.Namespace()
-    )
-    stage = StageLayout(
-        stage=0, chunk=0, layers=range(config.model.num_layers), has_embedding=True, has_output=True
-    )
+    context = MegatronContext(config=config, state=ParallelState.single(), device=device, extra=argparse.Namespace())
+    stage = StageLayout(stage=0, chunk=0, layers=range(config.model.num_layers), has_embedding=True, has_output=True)
     model = gpt_model(context, stage, vocabulary)
     tensors = [
         NamedTensor(key=f"model.{shard_of(p).name}", tensor=p.data, shard=shard_of(p)) for p in model.parameters()

@@ -66,9 +66,7 @@ def parse_arguments() -> argparse.Namespace:
             "usual text and code"
         ),
     )
-    parser.add_argument(
-        "--max-megabytes", type=float, help="stop when the texts reach this size; default: no limit"
-    )
+    parser.add_argument("--max-megabytes", type=float, help="stop when the texts reach this size; default: no limit")
     parser.add_argument("--seed", type=int, default=1234, help="of the order; default 1234")
     return parser.parse_args()
 
@@ -141,9 +139,7 @@ def _folder_sources(folder: Path, name: str, suffixes: Sequence[str]) -> list[So
     endings = tuple(suffix.lower() for suffix in suffixes)
     found: list[Source] = []
     for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(
-            child for child in folders if child not in SKIPPED_FOLDERS and not child.startswith(".")
-        )
+        folders[:] = sorted(child for child in folders if child not in SKIPPED_FOLDERS and not child.startswith("."))
         for file in sorted(files):
             path = Path(parent, file)
             if file.lower().endswith(endings) and path.is_file():

@@ -104,9 +104,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="JSON-lines files or glob patterns"
-    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="JSON-lines files or glob patterns")
     parser.add_argument(
         "--output-prefix",
         type=Path,
@@ -120,9 +118,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="KEY",
         help="which values of a line are texts; default: text",
     )
-    parser.add_argument(
-        "--append-eod", action="store_true", help="end each document with the end-of-document id"
-    )
+    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document id")
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize; default 1")
     tokenizer = parser.add_argument_group("tokenizer")
     for option in section_options("tokenizer", TokenizerConfig):
@@ -179,15 +175,10 @@ def main() -> None:
         say(f"{output.with_suffix('')}: {documents:,} documents, {count:,} tokens of {encoder.dtype}")
     seconds = time.perf_counter() - started
     size = sum(path.stat().st_size for path in files) / 1e6
-    say(
-        f"{size:.1f} MB in {elapsed(started)}: {size / seconds:.1f} MB/s, {sum(tokens) / seconds:,.0f} "
-        "tokens/s"
-    )
+    say(f"{size:.1f} MB in {elapsed(started)}: {size / seconds:.1f} MB/s, {sum(tokens) / seconds:,.0f} tokens/s")
 
 
-def tokenize(
-    files: Sequence[Path], encoder: Encoder, prefixes: Sequence[str], workers: int
-) -> tuple[int, list[int]]:
+def tokenize(files: Sequence[Path], encoder: Encoder, prefixes: Sequence[str], workers: int) -> tuple[int, list[int]]:
     """Write the datasets, all or none; returns the number of documents, and of tokens for each key.
 
     Raises:
@@ -197,9 +188,7 @@ def tokenize(
     tokens = [0 for _ in prefixes]
     total = sum(path.stat().st_size for path in files)
     with ExitStack() as stack:
-        writers = [
-            stack.enter_context(IndexedDatasetWriter(prefix, dtype=encoder.dtype)) for prefix in prefixes
-        ]
+        writers = [stack.enter_context(IndexedDatasetWriter(prefix, dtype=encoder.dtype)) for prefix in prefixes]
         results = stack.enter_context(closing(_encode_all(files, encoder, workers)))
         bar = stack.enter_context(progress(total, "tokenizing", unit="B"))
         started = time.perf_counter()
@@ -231,16 +220,12 @@ def read_batches(files: Sequence[Path]) -> Iterator[Batch]:
             while lines := file.readlines(BATCH_BYTES):
                 size = sum(map(len, lines))
                 if first == 1:
-                    lines[0] = lines[0].removeprefix(
-                        b"\xef\xbb\xbf"
-                    )  # a byte order mark is not part of the JSON
+                    lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")  # a byte order mark is not part of the JSON
                 yield Batch(path=path, first=first, lines=lines, size=size)
                 first += len(lines)
 
 
-def _encode_all(
-    files: Sequence[Path], encoder: Encoder, workers: int
-) -> Generator[TokenizedBatch, None, None]:
+def _encode_all(files: Sequence[Path], encoder: Encoder, workers: int) -> Generator[TokenizedBatch, None, None]:
     """The encoded batches in the order of the input."""
     batches = read_batches(files)
     if workers == 1:

@@ -178,9 +178,7 @@ def find_files(arguments: Sequence[str], *, flag: str) -> list[Path]:
             raise ValueError(f"{flag} {argument}: there is no such file")
         for match in matches:
             if Path(match).is_dir():
-                raise ValueError(
-                    f"{flag} {match}: is a folder; name the files, for example '{match}/*.jsonl'"
-                )
+                raise ValueError(f"{flag} {match}: is a folder; name the files, for example '{match}/*.jsonl'")
             found.append(Path(match))
     return found
 
@@ -217,9 +215,7 @@ def read_text(line: bytes, where: str) -> dict[str, Any]:
             f"{where}: byte {error.start + 1} of the line is not valid UTF-8; convert the file to UTF-8"
         ) from None
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where}: not valid JSON: {error.msg} at character {error.pos + 1} of the line"
-        ) from None
+        raise ValueError(f"{where}: not valid JSON: {error.msg} at character {error.pos + 1} of the line") from None
     except RecursionError:
         raise ValueError(f"{where}: JSON nested too deeply") from None
     if not isinstance(record, dict):

@@ -79,9 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="JSON-lines files or glob patterns"
-    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="JSON-lines files or glob patterns")
     parser.add_argument("--output-prefix", type=Path, required=True, help="writes PREFIX.model")
     parser.add_argument("--json-key", default="text", help="which value of a line is the text; default: text")
     parser.add_argument("--vocab-size", type=int, default=8192, help="number of tokens in all; default 8192")
@@ -258,9 +256,7 @@ def check(model: bytes, documents: Sequence[str], folder: Path) -> float:
             ids = tokenizer.encode(text)
             back = tokenizer.decode(ids)
             if back != text:
-                place = next(
-                    (i for i, (a, b) in enumerate(zip(text, back)) if a != b), min(len(text), len(back))
-                )
+                place = next((i for i, (a, b) in enumerate(zip(text, back)) if a != b), min(len(text), len(back)))
                 raise ValueError(
                     f"not lossless: {text[max(0, place - 20) : place + 20]!r} comes back as "
                     f"{back[max(0, place - 20) : place + 20]!r}; no model was written"

@@ -144,9 +144,7 @@ def parse_index(text: bytes, source: str) -> Index:
 def check_version(value: Mapping[str, Any], source: str) -> None:
     """Refuse what a later program wrote in another form."""
     if value.get("version") != VERSION:
-        raise CheckpointError(
-            f"{source}: version {str(value.get('version'))[:40]!r}; this program reads {VERSION}"
-        )
+        raise CheckpointError(f"{source}: version {str(value.get('version'))[:40]!r}; this program reads {VERSION}")
 
 
 def check_cover(index: Index, source: str) -> None:
@@ -195,9 +193,7 @@ class _Reader:
     source: str
 
     def error(self, what: str, value: object, rule: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.source} is damaged: {what[:200]} is {repr(value)[:80]}, must be {rule}"
-        )
+        return CheckpointError(f"{self.source} is damaged: {what[:200]} is {repr(value)[:80]}, must be {rule}")
 
     def mapping(self, value: object, what: str) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -221,9 +217,7 @@ class _Reader:
             raise self.error(f"dtype of {key}", entry.get("dtype"), f"one of {', '.join(DTYPES)}")
         shape = self.counts(entry.get("shape"), f"shape of {key}", _MAX_ELEMENTS)
         if len(shape) > _MAX_DIMENSIONS or prod(max(extent, 1) for extent in shape) > _MAX_ELEMENTS:
-            raise self.error(
-                f"shape of {key}", shape, f"at most {_MAX_DIMENSIONS} dimensions, 2**60 elements"
-            )
+            raise self.error(f"shape of {key}", shape, f"at most {_MAX_DIMENSIONS} dimensions, 2**60 elements")
         slices = entry.get("slices")
         if not isinstance(slices, list):
             raise self.error(f"slices of {key}", slices, "a list")

@@ -72,9 +72,7 @@ class Checkpoint:
         """Global tensors by key: dtype, shape, slices."""
         return self.index.tensors
 
-    def load_into(
-        self, tensors: Iterable[NamedTensor], *, world: CommGroup, ignore: Sequence[str] = ()
-    ) -> LoadSummary:
+    def load_into(self, tensors: Iterable[NamedTensor], *, world: CommGroup, ignore: Sequence[str] = ()) -> LoadSummary:
         """Fill local tensors with their parts of the global ones; a collective over `world`.
 
         Whole tensors, copies of tied ones and replicated pieces are filled too; padding, which is in no
@@ -102,9 +100,7 @@ class Checkpoint:
             if not is_used and not key.startswith(tuple(ignore))
         ]
         if surplus:
-            raise CheckpointError(
-                f"{phase}: {len(surplus)} tensors are in no rank's model:\n{listing(surplus)}"
-            )
+            raise CheckpointError(f"{phase}: {len(surplus)} tensors are in no rank's model:\n{listing(surplus)}")
         summaries: list[LoadSummary] = []
         agree(world, phase, lambda: summaries.append(self._read(asked)))
         return summaries[0]
@@ -169,9 +165,7 @@ def read_tracker(root: str | os.PathLike[str]) -> int | None:
     if _ITERATION.fullmatch(text):
         return int(text)
     if text == "release":
-        raise CheckpointError(
-            f"{path} says 'release': that is a checkpoint of Megatron-LM, not one of this form"
-        )
+        raise CheckpointError(f"{path} says 'release': that is a checkpoint of Megatron-LM, not one of this form")
     raise CheckpointError(f"{path} is damaged: it holds {text[:40]!r}, not an iteration")
 
 
@@ -185,9 +179,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> tuple[int, ...]:
     )
 
 
-def load_checkpoint(
-    root: str | os.PathLike[str], *, step: int | None = None, world: CommGroup = _ALONE
-) -> Checkpoint:
+def load_checkpoint(root: str | os.PathLike[str], *, step: int | None = None, world: CommGroup = _ALONE) -> Checkpoint:
     """Open the checkpoint that the tracker names, or that of iteration `step`.
 
     Without a tracker the newest complete one is opened: the save that made it was killed just before its last
@@ -245,9 +237,7 @@ def _open_chosen(root: Path, step: int | None) -> Checkpoint:
         if step is not None and not present:
             raise _nothing_there(root, present)
         named = "--ckpt-step asks for" if step is not None else f"{storage.TRACKER_FILE} names"
-        raise CheckpointError(
-            f"{root}: {named} iteration {iteration}, which is not there; {_offer(root, present)}"
-        )
+        raise CheckpointError(f"{root}: {named} iteration {iteration}, which is not there; {_offer(root, present)}")
     try:
         return _open(storage.locate(root, iteration), iteration)
     except CheckpointError as error:
@@ -262,13 +252,9 @@ def _nothing_there(root: Path, present: Sequence[int]) -> CheckpointError:
     if not root.is_dir():
         return CheckpointError(f"no checkpoint in {root}: it is not a folder")
     if (root / storage.INDEX_FILE).exists():
-        return CheckpointError(
-            f"{root} is a single checkpoint: give its parent folder, and --ckpt-step to choose it"
-        )
+        return CheckpointError(f"{root} is a single checkpoint: give its parent folder, and --ckpt-step to choose it")
     if any(root.glob("mp_rank_*")) or any(root.glob("*/mp_rank_*")):
-        return CheckpointError(
-            f"{root} holds a checkpoint of Megatron-LM (mp_rank_...), which is of another form"
-        )
+        return CheckpointError(f"{root} holds a checkpoint of Megatron-LM (mp_rank_...), which is of another form")
     if present:
         names = ", ".join(storage.iteration_folder(root, iteration).name for iteration in present)
         return CheckpointError(f"no complete checkpoint in {root}: {names} without {storage.COMPLETE_FILE}")

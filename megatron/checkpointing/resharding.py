@@ -29,9 +29,7 @@ def transfers(stored: Iterable[StoredSlice], wanted: Box) -> list[Transfer]:
     return found
 
 
-def misfit(
-    stored: Mapping[str, StoredTensor], key: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> str | None:
+def misfit(stored: Mapping[str, StoredTensor], key: str, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
     """Why the global tensor of this key cannot be loaded; None when it can.
 
     Floating-point kinds are converted into each other, as a run may continue in another precision; anything

@@ -117,9 +117,7 @@ class Save:
     def _add(self, named: NamedTensor) -> None:
         key, tensor, shard = named.key, named.tensor, named.shard
         if tensor.dtype not in DTYPE_NAMES:
-            raise CheckpointError(
-                f"{key}: cannot save {tensor.dtype}; one of {', '.join(DTYPE_NAMES.values())} can be"
-            )
+            raise CheckpointError(f"{key}: cannot save {tensor.dtype}; one of {', '.join(DTYPE_NAMES.values())} can be")
         if not shard.owned:
             return
         if key in self.tensors:
@@ -141,8 +139,7 @@ class Save:
                 size, checksums = storage.write_shard(self.folder / file, self.pending, storage.BLOCK_BYTES)
             except FileNotFoundError as error:
                 raise CheckpointError(
-                    f"{self.folder}, made by rank 0, is not here: "
-                    "--save must be a file system that all nodes share"
+                    f"{self.folder}, made by rank 0, is not here: --save must be a file system that all nodes share"
                 ) from error
             files[file] = size
         slices: dict[str, list[StoredSlice]] = {key: [] for key in self.tensors}
@@ -188,9 +185,7 @@ class Save:
             "files": {name: {"bytes": len(text), "crc32": zlib.crc32(text)} for name, text in texts.items()},
         }
         storage.sync_folder(self.folder)
-        storage.write_file(
-            self.folder / storage.COMPLETE_FILE, json.dumps(marker, separators=(",", ":")).encode()
-        )
+        storage.write_file(self.folder / storage.COMPLETE_FILE, json.dumps(marker, separators=(",", ":")).encode())
         storage.publish(self.root, self.iteration)
 
     def discard(self) -> None:

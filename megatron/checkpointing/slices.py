@@ -31,9 +31,7 @@ class Box:
     @property
     def index(self) -> tuple[slice, ...]:
         """What selects the box from a tensor: `tensor[box.index]`, a view also for 0-d."""
-        return tuple(
-            slice(first, first + length) for first, length in zip(self.offset, self.shape, strict=True)
-        )
+        return tuple(slice(first, first + length) for first, length in zip(self.offset, self.shape, strict=True))
 
     def contains(self, other: Box) -> bool:
         return all(
@@ -135,8 +133,7 @@ def held_boxes(key: str, shard: Shard, local_shape: tuple[int, ...]) -> tuple[He
         room = Box.whole(local_shape)
         if len(local_shape) != len(shape) or not room.contains(local) or not whole.contains(placed):
             raise ValueError(
-                f"{key}: a piece is {local} of the local tensor {local_shape}, "
-                f"{placed} of the global tensor {shape}"
+                f"{key}: a piece is {local} of the local tensor {local_shape}, {placed} of the global tensor {shape}"
             )
         if local.volume:
             held.append(HeldBox(local=local, placed=placed, owned=shard.owned and piece.owned))

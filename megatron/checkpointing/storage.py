@@ -39,9 +39,7 @@ INDEX_FILE = "index.json"
 METADATA_FILE = "metadata.json"
 COMPLETE_FILE = "COMPLETE"
 
-_READERS = (
-    2  # a core checks 1.6 GB/s and disks are faster; read, check and copy all let go of the interpreter lock
-)
+_READERS = 2  # a core checks 1.6 GB/s and disks are faster; read, check and copy all let go of the interpreter lock
 _MAX_JSON = 2**28
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 _ITERATION_FOLDER = re.compile(r"iter_([0-9]{7,18})")
@@ -352,9 +350,7 @@ class ShardReader:
     def _read_header(self) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(self._read(0, 8, "its header"), "little")
         if length > min(_MAX_HEADER, self._size - 8):
-            raise CheckpointError(
-                f"{self.path} is damaged: a header of {length} bytes in a file of {self._size}"
-            )
+            raise CheckpointError(f"{self.path} is damaged: a header of {length} bytes in a file of {self._size}")
         text = self._read(8, length, "its header")
         return parse_json(bytes(text), f"{self.path}: its header"), 8 + length
 
@@ -408,9 +404,7 @@ class ShardReader:
                 block = staging[: (stop - first) * dtype.itemsize]
                 self._read_into(_bytes_of(block), start + first * dtype.itemsize, part.name)
                 if zlib.crc32(_bytes_of(block)) != part.checksums[number]:
-                    raise CheckpointError(
-                        f"{self.path} is damaged: wrong checksum of {part.name}, block {number}"
-                    )
+                    raise CheckpointError(f"{self.path} is damaged: wrong checksum of {part.name}, block {number}")
                 _copy_overlap(target, inside, block.view(dtype), part.box.shape, first)
             finally:
                 self._staging.put(staging)
@@ -425,9 +419,7 @@ def _copy_overlap(target: Tensor, wanted: Box, block: Tensor, shape: tuple[int, 
     for box in flat_range_boxes(shape, first, first + block.numel()):
         overlap = box.intersect(wanted)
         if overlap is not None:
-            values = block[position : position + box.volume].view(box.shape)[
-                overlap.seen_from(box.offset).index
-            ]
+            values = block[position : position + box.volume].view(box.shape)[overlap.seen_from(box.offset).index]
             target[overlap.seen_from(wanted.offset).index].copy_(values)
         position += box.volume
 

@@ -56,9 +56,7 @@ def parse_arguments(
         say(_help(extra))
         raise SystemExit(0)
     reader = _Reader(extra_options=_extra_options(extra))
-    reader.read_entries(
-        [Entry(key=k, value=v, section="", origin="program") for k, v in (defaults or {}).items()]
-    )
+    reader.read_entries([Entry(key=k, value=v, section="", origin="program") for k, v in (defaults or {}).items()])
     flags, config_file, print_config = _take_own_flags(_split(words))
     if config_file is not None:
         entries, problems = read_yaml(config_file, section_classes())
@@ -243,9 +241,7 @@ class _Reader:
             return replace(group, name=option.off_name if spelling.value else option.name)
         if isinstance(entry.value, dict):
             self.problems.append(
-                Problem(
-                    flags=(shown,), rule="holds keys, and is no section", works=", ".join(section_classes())
-                )
+                Problem(flags=(shown,), rule="holds keys, and is no section", works=", ".join(section_classes()))
             )
             return None
         if spelling is not None and spelling.sets == "constant":
@@ -367,9 +363,7 @@ class _Reader:
     def origins(self) -> dict[tuple[str, str], str]:
         """Where the value of each field comes from."""
         return {
-            (option.section, option.field): self.given[option.field].origin
-            if option.field in self.given
-            else "default"
+            (option.section, option.field): self.given[option.field].origin if option.field in self.given else "default"
             for option in all_options()
         }
 

@@ -24,28 +24,20 @@ class CheckpointConfig:
     load: str | None = field(
         default=None, metadata=flag("Folder to resume from; an error when it has none.", metavar="DIR")
     )
-    load_if_exists: bool = field(
-        default=False, metadata=flag("Start anew when --load has no checkpoint yet.")
-    )
-    ckpt_step: int | None = field(
-        default=None, metadata=flag("Iteration to load; the latest when not given.")
-    )
+    load_if_exists: bool = field(default=False, metadata=flag("Start anew when --load has no checkpoint yet."))
+    ckpt_step: int | None = field(default=None, metadata=flag("Iteration to load; the latest when not given."))
     save_optim: bool = field(default=True, metadata=flag("Save the optimizer."))
     save_rng: bool = field(default=True, metadata=flag("Save the state of random generators."))
     load_optim: bool = field(default=True, metadata=flag("Load the optimizer."))
     load_rng: bool = field(default=True, metadata=flag("Load the state of random generators."))
-    finetune: bool = field(
-        default=False, metadata=flag("Load only the weights; start at iteration 0 with new data.")
-    )
+    finetune: bool = field(default=False, metadata=flag("Load only the weights; start at iteration 0 with new data."))
     override_opt_param_scheduler: bool = field(
         default=False,
         metadata=flag("On a resume, use the schedules given now.", aliases=("--override-lr-scheduler",)),
     )
     use_checkpoint_opt_param_scheduler: bool = field(
         default=False,
-        metadata=flag(
-            "On a resume, use the schedules of the checkpoint.", aliases=("--use-checkpoint-lr-scheduler",)
-        ),
+        metadata=flag("On a resume, use the schedules of the checkpoint.", aliases=("--use-checkpoint-lr-scheduler",)),
     )
 
     def problems(self) -> Iterator[Problem]:

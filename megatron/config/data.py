@@ -31,9 +31,7 @@ class DataConfig:
     )
     train_data_path: tuple[str, ...] = field(
         default=(),
-        metadata=flag(
-            "The same for training only.", words="+", metavar="PREFIX", affects="data", same_name=True
-        ),
+        metadata=flag("The same for training only.", words="+", metavar="PREFIX", affects="data", same_name=True),
     )
     valid_data_path: tuple[str, ...] = field(
         default=(),
@@ -51,25 +49,17 @@ class DataConfig:
             affects="data",
         ),
     )
-    mock_data: bool = field(
-        default=False, metadata=flag("Random tokens in place of a corpus.", affects="data")
-    )
+    mock_data: bool = field(default=False, metadata=flag("Random tokens in place of a corpus.", affects="data"))
     data_cache_path: str | None = field(
         default=None, metadata=flag("Folder of the index files; beside the data when not given.")
     )
-    seq_length: int = field(
-        metadata=flag("Tokens of a sample.", affects="data", aliases=("--encoder-seq-length",))
-    )
+    seq_length: int = field(metadata=flag("Tokens of a sample.", affects="data", aliases=("--encoder-seq-length",)))
     num_workers: int = field(default=2, metadata=flag("Processes that load data; 0: the main one."))
     reset_position_ids: bool = field(
         default=False, metadata=flag("Count positions from each document's start.", affects="data")
     )
-    reset_attention_mask: bool = field(
-        default=False, metadata=flag("Attend only within a document.", affects="data")
-    )
-    eod_mask_loss: bool = field(
-        default=False, metadata=flag("No loss on end-of-document tokens.", affects="data")
-    )
+    reset_attention_mask: bool = field(default=False, metadata=flag("Attend only within a document.", affects="data"))
+    eod_mask_loss: bool = field(default=False, metadata=flag("No loss on end-of-document tokens.", affects="data"))
     dataloader_type: Literal["single", "cyclic"] = field(
         default="single",
         metadata=flag("One pass in order, or shuffled epochs.", affects="data", later=("external",)),
@@ -188,12 +178,8 @@ def parse_blend(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...
             raise ValueError(f"{words[0]} is a weight without a prefix")
         return tuple(words), None
     if len(words) % 2 or any(number is None for number in numbers[::2]):
-        wrong = next(
-            (word for word, number in zip(words[::2], numbers[::2], strict=True) if number is None), words[-1]
-        )
-        raise ValueError(
-            f"some prefixes have weights, so each needs one before it; at {wrong!r} that is not so"
-        )
+        wrong = next((word for word, number in zip(words[::2], numbers[::2], strict=True) if number is None), words[-1])
+        raise ValueError(f"some prefixes have weights, so each needs one before it; at {wrong!r} that is not so")
     weights = tuple(number for number in numbers[::2] if number is not None)
     if any(weight < 0 for weight in weights) or not 0 < sum(weights) < float("inf"):
         raise ValueError("weights must not be negative, and at least one must be more than 0")

@@ -21,9 +21,7 @@ class LoggingConfig:
     log_throughput: bool = field(default=True, metadata=flag("Report TFLOP/s and tokens/s."))
     log_params_norm: bool = field(default=False, metadata=flag("Report the norm of the parameters."))
     log_num_zeros_in_grad: bool = field(default=False, metadata=flag("Report zeros in the gradient."))
-    timing_log_level: int = field(
-        default=0, metadata=flag("Timers: 0 the step, 1 its parts, 2 each micro-batch.")
-    )
+    timing_log_level: int = field(default=0, metadata=flag("Timers: 0 the step, 1 its parts, 2 each micro-batch."))
     timing_log_option: Literal["max", "minmax", "all"] = field(
         default="minmax", metadata=flag("Which ranks' times are reported.")
     )
@@ -44,9 +42,7 @@ class LoggingConfig:
             if value < 1:
                 yield Problem(flags=("--" + name.replace("_", "-"),), value=value, rule="must be at least 1")
         if self.timing_log_level not in (0, 1, 2):
-            yield Problem(
-                flags=("--timing-log-level",), value=self.timing_log_level, rule="must be 0, 1 or 2"
-            )
+            yield Problem(flags=("--timing-log-level",), value=self.timing_log_level, rule="must be 0, 1 or 2")
         if self.tensorboard_dir is None:
             for name in (
                 "log_timers_to_tensorboard",

@@ -159,7 +159,7 @@ class MegatronConfig:
             world_problems = list(_world_size_problems(self, world_size))
             found += world_problems
             if purpose == "training" and not world_problems and self.training.micro_batch_size > 0:
-                found += _batch_problems(self, world_size // self.parallel.model_parallel_size, sane)
+                found += _batch_problems(self, world_size // self.parallel.model_parallel_size)
         return found
 
     def validate(
@@ -206,9 +206,7 @@ class MegatronConfig:
             values = saved.get(section, {})
             options = {option.field: option for option in section_options(section, config_class)}
             _refuse_unknown(f"field of {section}", values, options)
-            missing = [
-                name for name, option in options.items() if option.required and values.get(name) is None
-            ]
+            missing = [name for name, option in options.items() if option.required and values.get(name) is None]
             if missing:
                 raise ValueError(f"the saved configuration lacks {section}.{f', {section}.'.join(missing)}")
             built[section] = config_class(
@@ -250,9 +248,7 @@ def section_classes() -> Mapping[str, type]:
 @functools.cache
 def all_options() -> tuple[Option, ...]:
     """Every option of every section, in the order of help."""
-    return tuple(
-        option for name, section in section_classes().items() for option in section_options(name, section)
-    )
+    return tuple(option for name, section in section_classes().items() for option in section_options(name, section))
 
 
 def _last_name(word: str) -> str:
@@ -268,9 +264,7 @@ def _refuse_unknown(what: str, given: Mapping[str, Any], known: Mapping[str, Any
         if name not in known:
             nearest = difflib.get_close_matches(name, list(known), n=1)
             hint = f"; nearest: {nearest[0]}" if nearest else ""
-            raise ValueError(
-                f"the saved configuration has the {what} {name!r}, unknown to this version{hint}"
-            )
+            raise ValueError(f"the saved configuration has the {what} {name!r}, unknown to this version{hint}")
 
 
 # ---- rules between sections ----
@@ -441,20 +435,16 @@ def _world_size_problems(config: MegatronConfig, world_size: int) -> Iterator[Pr
         )
 
 
-def _batch_problems(config: MegatronConfig, replicas: int, sane: bool) -> Iterator[Problem]:
+def _batch_problems(config: MegatronConfig, replicas: int) -> Iterator[Problem]:
     """Batch sizes against the number of data-parallel replicas."""
     training = config.training
     unit = training.micro_batch_size * replicas
     batches = {"--global-batch-size": training.global_batch_size}
     if training.rampup_batch_size is not None:
-        batches["--rampup-batch-size START"], batches["--rampup-batch-size INCREMENT"] = (
-            training.rampup_batch_size[:2]
-        )
-    wrong = False
+        batches["--rampup-batch-size START"], batches["--rampup-batch-size INCREMENT"] = training.rampup_batch_size[:2]
     for name, value in batches.items():
         if value is None or value < 1 or value % unit == 0:
             continue
-        wrong = True
         head, _, word = name.partition(" ")
         yield Problem(
             flags=(head, "--micro-batch-size"),
@@ -471,5 +461,3 @@ def _batch_advice(name: str, value: int, unit: int, replicas: int, micro: int) -
     if value % replicas == 0:
         works += f"; --micro-batch-size {near(divisors(value // replicas), micro)}"
     return works
-
-

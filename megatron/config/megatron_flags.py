@@ -109,8 +109,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
         f"context parallelism {_LATER}",
         "--context-parallel-size 1; --sequence-parallel",
-        "--cp-comm-type --hierarchical-context-parallel-sizes --hybrid-context-parallel "
-        "--max-seqlen-per-dp-cp-rank",
+        "--cp-comm-type --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank",
     ),
     (
         "tensor-parallel communication overlaps with the weight gradient always",
@@ -136,8 +135,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
         "layers that the stages do not divide are spread by cost already, embedding and output layer counted",
         "leave it out; --pipeline-model-parallel-layout spells the stages out",
-        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-        "--standalone-embedding-stage",
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --standalone-embedding-stage",
     ),
     (
         f"a run without its processes {_LATER}",
@@ -204,8 +202,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
         "Transformer Engine and Apex are not used: the same model is built from this project's own layers",
         "leave it out",
-        "--transformer-impl --use-te-activation-func "
-        "--use-transformer-engine-op-fuser --te-rng-tracker --DDP-impl",
+        "--transformer-impl --use-te-activation-func --use-transformer-engine-op-fuser --te-rng-tracker --DDP-impl",
     ),
     (
         f"choosing the attention kernel {_LATER}; torch's scaled_dot_product_attention chooses",

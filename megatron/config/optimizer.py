@@ -51,22 +51,14 @@ class OptimizerConfig:
     lr_warmup_iters: int = field(default=0, metadata=flag("Warm-up in iterations."))
     lr_warmup_samples: int = field(default=0, metadata=flag("Warm-up in samples."))
     lr_warmup_init: float = field(default=0.0, metadata=flag("Learning rate at which the warm-up starts."))
-    lr_wsd_decay_style: WsdDecayStyle = field(
-        default="exponential", metadata=flag("Shape of the last part of WSD.")
-    )
+    lr_wsd_decay_style: WsdDecayStyle = field(default="exponential", metadata=flag("Shape of the last part of WSD."))
     lr_wsd_decay_iters: int | None = field(
         default=None, metadata=flag("Length of the last part of WSD, in iterations.")
     )
-    lr_wsd_decay_samples: int | None = field(
-        default=None, metadata=flag("Length of the last part of WSD, in samples.")
-    )
+    lr_wsd_decay_samples: int | None = field(default=None, metadata=flag("Length of the last part of WSD, in samples."))
     weight_decay: float = field(default=0.01, metadata=flag("Weight decay; biases and norms have none."))
-    start_weight_decay: float | None = field(
-        default=None, metadata=flag("Weight decay at the start of its ramp.")
-    )
-    end_weight_decay: float | None = field(
-        default=None, metadata=flag("Weight decay at the end of its ramp.")
-    )
+    start_weight_decay: float | None = field(default=None, metadata=flag("Weight decay at the start of its ramp."))
+    end_weight_decay: float | None = field(default=None, metadata=flag("Weight decay at the end of its ramp."))
     weight_decay_incr_style: WeightDecayStyle = field(
         default="constant", metadata=flag("Shape of the weight decay ramp.")
     )
@@ -80,9 +72,7 @@ class OptimizerConfig:
     )
     initial_loss_scale: float = field(default=2.0**32, metadata=flag("First dynamic loss scale."))
     min_loss_scale: float = field(default=1.0, metadata=flag("Smallest dynamic loss scale."))
-    loss_scale_window: int = field(
-        default=1000, metadata=flag("Good steps before the loss scale is doubled.")
-    )
+    loss_scale_window: int = field(default=1000, metadata=flag("Good steps before the loss scale is doubled."))
     hysteresis: int = field(default=2, metadata=flag("Overflows before the loss scale is halved."))
     calculate_per_token_loss: bool = field(
         default=True,

@@ -25,9 +25,7 @@ class ParallelConfig:
     )
     sequence_parallel: bool = field(
         default=False,
-        metadata=flag(
-            "Split norms, dropouts and residuals along the sequence over the tensor-parallel ranks."
-        ),
+        metadata=flag("Split norms, dropouts and residuals along the sequence over the tensor-parallel ranks."),
     )
     num_layers_per_virtual_pipeline_stage: int | None = field(
         default=None, metadata=flag("Interleave: layers of each model chunk.")
@@ -43,18 +41,14 @@ class ParallelConfig:
     )
     pipeline_model_parallel_layout: str | None = field(
         default=None,
-        metadata=flag(
-            "Every stage spelled out: E embedding, t layer, L output, | next stage: 'Et*3|(tt|)*29,L'."
-        ),
+        metadata=flag("Every stage spelled out: E embedding, t layer, L output, | next stage: 'Et*3|(tt|)*29,L'."),
     )
     pipeline_schedule: Literal["1f1b", "gpipe"] = field(
         default="1f1b", metadata=flag("Order of forward and backward passes.")
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = field(
         default=None,
-        metadata=flag(
-            "Interleave: micro-batches a chunk takes in a row; the number of stages when not given."
-        ),
+        metadata=flag("Interleave: micro-batches a chunk takes in a row; the number of stages when not given."),
     )
     use_tp_pp_dp_mapping: bool = field(
         default=False, metadata=flag("Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp.")
@@ -62,9 +56,7 @@ class ParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = field(
         default=None, metadata=flag("Communication library; nccl on GPUs and gloo on CPUs when not given.")
     )
-    distributed_timeout_minutes: int = field(
-        default=10, metadata=flag("Longest wait of a collective, in minutes.")
-    )
+    distributed_timeout_minutes: int = field(default=10, metadata=flag("Longest wait of a collective, in minutes."))
     world_size: int | None = field(
         default=None, metadata=flag("Number of processes; taken from the launcher when not given.")
     )
@@ -76,9 +68,7 @@ class ParallelConfig:
     @property
     def model_parallel_size(self) -> int:
         """Processes that hold one copy of the model and one sequence: TP x PP x CP."""
-        return (
-            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-        )
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
     def interleaved(self) -> bool:

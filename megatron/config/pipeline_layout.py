@@ -252,13 +252,9 @@ def _num_chunks(model: TransformerConfig, parallel: ParallelConfig) -> int:
     ):
         if size is not None:
             rule = f"makes all chunks equal, and {flag} {size} makes stages unequal"
-            _refuse(
-                (_PER_CHUNK, flag), per_chunk, rule, f"{_CHUNKS}, which says only how many chunks there are"
-            )
+            _refuse((_PER_CHUNK, flag), per_chunk, rule, f"{_CHUNKS}, which says only how many chunks there are")
     if layers % (stages * per_chunk):
-        equal = (
-            f"{_PER_CHUNK} {near(divisors(layers // stages), per_chunk)}; " if layers % stages == 0 else ""
-        )
+        equal = f"{_PER_CHUNK} {near(divisors(layers // stages), per_chunk)}; " if layers % stages == 0 else ""
         rule = f"x {_SIZE} {stages} must divide {_LAYERS} {layers}"
         _refuse(
             (_PER_CHUNK, _LAYERS, _SIZE),
@@ -311,9 +307,7 @@ def _check_pieces(pieces: Sequence[str], text: str, num_layers: int, num_stages:
     if "m" in symbols:
         _refuse((_LAYOUT,), text, "has m: multi-token prediction is not offered", "leave out m")
     if symbols.count("E") != 1 or not pieces[0].startswith("E"):
-        _refuse(
-            (_LAYOUT,), text, "must have one E, the embedding, at its very start", f"E{text.replace('E', '')}"
-        )
+        _refuse((_LAYOUT,), text, "must have one E, the embedding, at its very start", f"E{text.replace('E', '')}")
     if symbols.count("L") != 1 or not pieces[-1].endswith("L"):
         _refuse(
             (_LAYOUT,),
@@ -327,9 +321,7 @@ def _check_pieces(pieces: Sequence[str], text: str, num_layers: int, num_stages:
     if len(pieces) % num_stages:
         rule = f"has {len(pieces)} chunks, which {_SIZE} {num_stages} does not divide"
         works = f"{_SIZE} {words_or(divisors(len(pieces))[1:] or [1])}; a layout of"
-        _refuse(
-            (_LAYOUT, _SIZE), text, rule, f"{works} {words_or(multiples(len(pieces), num_stages))} chunks"
-        )
+        _refuse((_LAYOUT, _SIZE), text, rule, f"{works} {words_or(multiples(len(pieces), num_stages))} chunks")
     for stage in range(num_stages):
         if not any(pieces[stage::num_stages]):
             rule = f"leaves stage {stage} with nothing to compute"

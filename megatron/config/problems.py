@@ -45,9 +45,7 @@ def divisors(number: int) -> list[int]:
 
 def near(candidates: Iterable[int], value: int, count: int = 3) -> str:
     """The `count` candidates nearest to value, ascending, as words: `4, 6 or 8`."""
-    return words_or(
-        sorted(sorted(set(candidates), key=lambda candidate: (abs(candidate - value), candidate))[:count])
-    )
+    return words_or(sorted(sorted(set(candidates), key=lambda candidate: (abs(candidate - value), candidate))[:count]))
 
 
 def multiples(value: int, of: int) -> list[int]:

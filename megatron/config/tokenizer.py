@@ -69,9 +69,7 @@ class TokenizerConfig:
     )
     padded_vocab_size: int | None = field(
         default=None,
-        metadata=flag(
-            "Vocabulary rows of the model itself, instead of the tokenizer's size.", affects="model"
-        ),
+        metadata=flag("Vocabulary rows of the model itself, instead of the tokenizer's size.", affects="model"),
     )
     null_tokenizer_eod_id: int | None = field(
         default=None,
@@ -142,11 +140,7 @@ class TokenizerConfig:
             value = getattr(self, name)
             if value is None or Path(value).is_file():
                 continue
-            if (
-                name == "tokenizer_model"
-                and self.tokenizer_type == "HuggingFaceTokenizer"
-                and Path(value).is_dir()
-            ):
+            if name == "tokenizer_model" and self.tokenizer_type == "HuggingFaceTokenizer" and Path(value).is_dir():
                 if (Path(value) / "tokenizer.json").is_file():
                     continue
                 yield Problem(

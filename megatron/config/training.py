@@ -39,9 +39,7 @@ class TrainingConfig:
     exit_interval: int | None = field(
         default=None, metadata=flag("Stop at the next iteration divisible by this; save before.")
     )
-    exit_duration_in_mins: int | None = field(
-        default=None, metadata=flag("Stop after so many minutes; save before.")
-    )
+    exit_duration_in_mins: int | None = field(default=None, metadata=flag("Stop after so many minutes; save before."))
     exit_signal_handler: bool = field(default=False, metadata=flag("On --exit-signal save and stop."))
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"] = field(
         default="SIGTERM", metadata=flag("The signal of --exit-signal-handler.")
@@ -108,9 +106,7 @@ class TrainingConfig:
     def _rampup_problems(self, start: int, increment: int, samples: int) -> Iterator[Problem]:
         name, shown = "--rampup-batch-size", f"{start} {increment} {samples}"
         if start < 1 or increment < 1 or samples < 1:
-            yield Problem(
-                flags=(name,), value=shown, rule="START, INCREMENT and SAMPLES must each be at least 1"
-            )
+            yield Problem(flags=(name,), value=shown, rule="START, INCREMENT and SAMPLES must each be at least 1")
             return
         if self.global_batch_size is None:
             yield Problem(

@@ -37,9 +37,7 @@ class TransformerConfig:
     )
     num_query_groups: int | None = field(
         default=None,
-        metadata=flag(
-            "Key/value heads with --group-query-attention (there, 1 when not given).", affects="model"
-        ),
+        metadata=flag("Key/value heads with --group-query-attention (there, 1 when not given).", affects="model"),
     )
     max_position_embeddings: int | None = field(
         default=None, metadata=flag("Rows of the learned position table.", affects="model")
@@ -53,9 +51,7 @@ class TransformerConfig:
             later=("yarn", "mrope", "relative"),
         ),
     )
-    rotary_percent: float = field(
-        default=1.0, metadata=flag("Part of each head that is rotated.", affects="model")
-    )
+    rotary_percent: float = field(default=1.0, metadata=flag("Part of each head that is rotated.", affects="model"))
     rotary_base: int = field(default=10000, metadata=flag("Base of the rotary frequencies.", affects="model"))
     rotary_interleaved: bool = field(
         default=False, metadata=flag("Rotate neighbours (2i, 2i+1) instead of halves.", affects="model")
@@ -66,12 +62,8 @@ class TransformerConfig:
     use_rope_scaling: bool = field(
         default=False, metadata=flag("Scale rotary frequencies as Llama 3.1 does.", affects="model")
     )
-    rope_scaling_factor: float = field(
-        default=8.0, metadata=flag("Factor of --use-rope-scaling.", affects="model")
-    )
-    normalization: Normalization = field(
-        default="LayerNorm", metadata=flag("Norm of every layer.", affects="model")
-    )
+    rope_scaling_factor: float = field(default=8.0, metadata=flag("Factor of --use-rope-scaling.", affects="model"))
+    normalization: Normalization = field(default="LayerNorm", metadata=flag("Norm of every layer.", affects="model"))
     norm_epsilon: float = field(
         default=1e-5,
         metadata=flag("Epsilon inside the norms.", affects="model", aliases=("--layernorm-epsilon",)),
@@ -93,9 +85,7 @@ class TransformerConfig:
         default=False,
         metadata=flag("Bias of the query/key/value projection, also without other biases.", affects="model"),
     )
-    qk_layernorm: bool = field(
-        default=False, metadata=flag("Normalize queries and keys per head.", affects="model")
-    )
+    qk_layernorm: bool = field(default=False, metadata=flag("Normalize queries and keys per head.", affects="model"))
     window_size: tuple[int, int] | None = field(
         default=None,
         metadata=flag(
@@ -112,9 +102,7 @@ class TransformerConfig:
     attention_dropout: float = field(default=0.1, metadata=flag("Dropout on attention probabilities."))
     fast_attention_dropout: bool = field(
         default=False,
-        metadata=flag(
-            "Let the attention kernel draw its dropout: faster, and its masks depend on the layout."
-        ),
+        metadata=flag("Let the attention kernel draw its dropout: faster, and its masks depend on the layout."),
     )
     init_method_std: float = field(default=0.02, metadata=flag("Standard deviation of the initial weights."))
     embedding_init_method_std: float | None = field(
@@ -136,9 +124,7 @@ class TransformerConfig:
 
     @property
     def head_dim(self) -> int:
-        return (
-            self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
-        )
+        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
 
     @property
     def query_groups(self) -> int:

@@ -19,15 +19,11 @@ Reduction = Literal["sum", "max"]
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-def all_reduce_(
-    tensor: Tensor, group: CommGroup, op: Reduction = "sum", *, async_op: bool = False
-) -> dist.Work | None:
+def all_reduce_(tensor: Tensor, group: CommGroup, op: Reduction = "sum", *, async_op: bool = False) -> dist.Work | None:
     """Reduce `tensor` over the group, in place, on every rank. The handle is None unless `async_op`."""
     if group.size == 1:
         return None
-    work: dist.Work | None = dist.all_reduce(
-        tensor, op=_REDUCTIONS[op], group=group.process_group, async_op=async_op
-    )
+    work: dist.Work | None = dist.all_reduce(tensor, op=_REDUCTIONS[op], group=group.process_group, async_op=async_op)
     return work
 
 

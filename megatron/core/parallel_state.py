@@ -221,7 +221,14 @@ def get_embedding_group() -> CommGroup | None:
     return get_parallel_state().embedding
 
 
-_AXIS_NAMES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "tp-pp": "model", "dp-cp": "data-context"}
+_AXIS_NAMES = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "dp": "data",
+    "cp": "context",
+    "tp-pp": "model",
+    "dp-cp": "data-context",
+}
 
 
 def describe_groups(grid: RankGrid, nodes: Sequence[str]) -> str:

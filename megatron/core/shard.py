@@ -63,7 +63,7 @@ class Shard:
         name: global name, the same in every layout; "" until `name_parameters` has run.
         global_shape: shape without the vocabulary padding that we add.
         dim: the dimension that is split over `group`; None when each rank of the group holds the whole tensor.
-        pieces: the runs along `dim` (along dimension 0 when whole) that are held; local indices in no piece are padding.
+        pieces: the runs along `dim` (along dimension 0 when whole) that are held; indices in no piece are padding.
         group: the tensor-parallel group.
         init: how the values are drawn.
         partial_gradient: a whole tensor whose gradient is a partial sum on each rank of the group: norms and row biases
@@ -162,5 +162,3 @@ def name_parameters(module: nn.Module) -> None:
         shard = shard_of(parameter)
         if not shard.name:
             set_shard(parameter, replace(shard, name=name))
-
-

@@ -112,9 +112,7 @@ class _Recipe:
             keep_last=split is Split.VALID and self.keep_last_of_valid,
             cache=self.index_cache(source),
         )
-        dataset = GPTDataset(
-            source, index, split=split, extra_tokens=self.extra_tokens, vocab_size=self.vocab_size
-        )
+        dataset = GPTDataset(source, index, split=split, extra_tokens=self.extra_tokens, vocab_size=self.vocab_size)
         epochs = len(index.document) // max(1, len(elements))
         report = logger.info if len(dataset) else logger.warning
         report(
@@ -142,9 +140,7 @@ class _Recipe:
         """One split of a blend; Megatron-LM's numbers of samples for it and for its parts."""
         parts = list(zip(sources, elements))
         if blend.weights is None:
-            datasets = [
-                self.dataset(source, split, documents, None, seed, share) for source, documents in parts
-            ]
+            datasets = [self.dataset(source, split, documents, None, seed, share) for source, documents in parts]
             mixed = blend_by_size(datasets, blend.prefixes, requested, IndexCache(self.cache_folder))
             if requested and not len(mixed):
                 raise ValueError(
@@ -254,9 +250,7 @@ def build_gpt_datasets(
     return _build_shared(recipe, shared, split, num_samples, seed, eod)
 
 
-def _check_origin(
-    mock_data: bool, shared: Blend | None, own: Sequence[Blend | None], split: str | None
-) -> None:
+def _check_origin(mock_data: bool, shared: Blend | None, own: Sequence[Blend | None], split: str | None) -> None:
     given = [
         name
         for name, present in (
@@ -272,9 +266,7 @@ def _check_origin(
             "with --split; --train-data-path, --valid-data-path, --test-data-path; --mock-data"
         )
     if any(own) and split is not None:
-        raise ValueError(
-            f"--split {split!r} divides the data of --data-path; with a path for each split leave it out"
-        )
+        raise ValueError(f"--split {split!r} divides the data of --data-path; with a path for each split leave it out")
 
 
 def _build_own(
@@ -292,12 +284,8 @@ def _build_own(
         elements = [range(len(source)) for source in sources]
         share = f"--{split.value}-data-path"
         if len(sources) == 1:
-            return _blocks(
-                requested, seed, lambda n, s: recipe.dataset(sources[0], split, elements[0], n, s, share)
-            )
-        return _blocks(
-            requested, seed, lambda n, s: recipe.blend(blend, sources, split, elements, n, s, share)
-        )
+            return _blocks(requested, seed, lambda n, s: recipe.dataset(sources[0], split, elements[0], n, s, share))
+        return _blocks(requested, seed, lambda n, s: recipe.blend(blend, sources, split, elements, n, s, share))
 
     train, valid, test = (build(*one) for one in zip(Split, own, num_samples))
     return train, valid, test
@@ -329,23 +317,15 @@ def _build_shared(
         if not elements:
             return None
         if shared is None or (len(sources) == 1 and shared.weights is None):
-            return _blocks(
-                requested, seed, lambda n, s: recipe.dataset(sources[0], split, elements[0], n, s, share)
-            )
-        return _blocks(
-            requested, seed, lambda n, s: recipe.blend(shared, sources, split, elements, n, s, share)
-        )
+            return _blocks(requested, seed, lambda n, s: recipe.dataset(sources[0], split, elements[0], n, s, share))
+        return _blocks(requested, seed, lambda n, s: recipe.blend(shared, sources, split, elements, n, s, share))
 
     train, valid, test = (build(number, *one) for number, one in enumerate(zip(Split, num_samples)))
     return train, valid, test
 
 
-def _blocks(
-    requested: Requested, seed: int, build: Callable[[int | None, int], SampleDataset]
-) -> SampleDataset:
+def _blocks(requested: Requested, seed: int, build: Callable[[int | None, int], SampleDataset]) -> SampleDataset:
     """`build(requested, seed)`, or one for each of several requests, each with a seed of its own."""
     if requested is None or isinstance(requested, int):
         return build(requested, seed)
-    return BlockedDataset(
-        [build(size, block_seed(seed, number)) for number, size in enumerate(requested)], requested
-    )
+    return BlockedDataset([build(size, block_seed(seed, number)) for number, size in enumerate(requested)], requested)

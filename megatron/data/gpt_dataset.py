@@ -74,8 +74,7 @@ class GPTDataset:
         """
         if not 0 <= index < len(self):
             raise IndexError(
-                f"sample {index} of the {self.split.value} split of {self.source.prefix}, which has "
-                f"{len(self)}"
+                f"sample {index} of the {self.split.value} split of {self.source.prefix}, which has {len(self)}"
             )
         row = int(self.index.shuffle[index])
         (first, first_offset), (last, last_offset) = self.index.sample[row : row + 2].tolist()
@@ -166,6 +165,4 @@ def build_gpt_index(
         "keep_last": keep_last,
     }
     arrays = cache.get(f"GPTDataset-{split.value}", description, build)
-    return GPTIndex(
-        document=arrays["document_index"], sample=arrays["sample_index"], shuffle=arrays["shuffle_index"]
-    )
+    return GPTIndex(document=arrays["document_index"], sample=arrays["sample_index"], shuffle=arrays["shuffle_index"])

@@ -74,9 +74,7 @@ def plan_epochs(
     if tokens_per_epoch == 0:
         if requested:
             raise ValueError(f"{requested} samples are requested from documents that hold no token")
-        return EpochPlan(
-            num_epochs=1, num_samples=0, separate_final_epoch=False, samples_before_final_epoch=0
-        )
+        return EpochPlan(num_epochs=1, num_samples=0, separate_final_epoch=False, samples_before_final_epoch=0)
     needed = (requested or 0) * sequence_length + extra_tokens
     num_epochs = max(1, -(-needed // tokens_per_epoch))
     usable = max(0, num_epochs * tokens_per_epoch - extra_tokens)
@@ -214,9 +212,7 @@ def sample_index_reference(
     return rows
 
 
-def build_blend_index(
-    weights: Sequence[float], size: int
-) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+def build_blend_index(weights: Sequence[float], size: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
     """Which dataset each of `size` blended samples comes from, and which of its samples it is.
 
     Greedy and without chance: sample k comes from the dataset that is furthest behind weight * k.
@@ -264,9 +260,7 @@ def build_exhaustive_blend_index(
     """
     checked = np.asarray(sizes, dtype=np.int64)
     _check_blend(checked)
-    build = compiled_function(
-        "build_exhaustive_blend_index", reference_cost="about 3 s a million samples of a blend"
-    )
+    build = compiled_function("build_exhaustive_blend_index", reference_cost="about 3 s a million samples of a blend")
     if build is None:
         return exhaustive_blend_index_reference(checked)
     dataset_index, dataset_sample_index = build(checked)

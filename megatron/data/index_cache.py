@@ -256,9 +256,7 @@ def _load(folder: Path, name: str) -> Arrays | None:
             path = folder / file_name
             size, checksum = _checksum(path)
             if (size, checksum) != (expected["bytes"], expected["crc32"]):
-                raise ValueError(
-                    f"{path.name} has {size} bytes and checksum {checksum:08x}, not those written"
-                )
+                raise ValueError(f"{path.name} has {size} bytes and checksum {checksum:08x}, not those written")
             key = file_name.removeprefix(f"{name}-").removesuffix(".npy")
             arrays[key] = np.load(path, mmap_mode="r", allow_pickle=False)
         return arrays

@@ -36,9 +36,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 DTYPE_CODES: dict[int, np.dtype[Any]] = {
     code: np.dtype(name)
-    for code, name in enumerate(
-        ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), start=1
-    )
+    for code, name in enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), start=1)
 }
 _HEADER = struct.Struct("<9sQBQQ")
 _INT32_MAX = np.iinfo(np.int32).max
@@ -116,9 +114,7 @@ class IndexedDataset:
                 f"take {expected}; the file is truncated or damaged"
             )
         self.dtype = DTYPE_CODES[code]
-        raw = np.asarray(
-            np.memmap(self._idx, dtype=np.uint8, mode="r")
-        )  # a plain array: a memmap is slow to slice
+        raw = np.asarray(np.memmap(self._idx, dtype=np.uint8, mode="r"))  # a plain array: a memmap is slow to slice
         offset = _HEADER.size
         self.sequence_lengths: npt.NDArray[np.int32] = raw[offset : offset + 4 * num_sequences].view("<i4")
         offset += 4 * num_sequences
@@ -156,9 +152,7 @@ class IndexedDataset:
         """
         lengths = self.sequence_lengths.astype(np.int64)
         if (lengths < 0).any():
-            raise IndexedDatasetError(
-                f"{self._idx}: sequence {int(np.argmax(lengths < 0))} has a negative length"
-            )
+            raise IndexedDatasetError(f"{self._idx}: sequence {int(np.argmax(lengths < 0))} has a negative length")
         expected = np.cumsum(lengths * self.dtype.itemsize) - lengths * self.dtype.itemsize
         if not np.array_equal(expected, self._pointers):
             wrong = int(np.argmax(expected != self._pointers))
@@ -196,8 +190,7 @@ class IndexedDataset:
             length = available - offset
         if offset < 0 or length < 0 or offset + length > available:
             raise IndexError(
-                f"tokens {offset} to {offset + length} of sequence {index} of {self.prefix}, which has "
-                f"{available}"
+                f"tokens {offset} to {offset + length} of sequence {index} of {self.prefix}, which has {available}"
             )
         begin = int(self._pointers[index]) + offset * self.dtype.itemsize
         if self._map is not None:
@@ -205,9 +198,7 @@ class IndexedDataset:
             tokens = self._map[first : first + length]
         else:
             assert self._file is not None
-            tokens = np.frombuffer(
-                _read_at(self._file.fileno(), length * self.dtype.itemsize, begin), dtype=self.dtype
-            )
+            tokens = np.frombuffer(_read_at(self._file.fileno(), length * self.dtype.itemsize, begin), dtype=self.dtype)
         if tokens.size != length:
             raise IndexedDatasetError(
                 f"{self._bin}: ends within sequence {index}, which {self._idx} places at byte {begin}"
@@ -258,9 +249,7 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype)
         codes = {known: code for code, known in DTYPE_CODES.items()}
         if self.dtype not in codes:
-            raise ValueError(
-                f"{self.prefix}: type {self.dtype}; the format knows {', '.join(map(str, codes))}"
-            )
+            raise ValueError(f"{self.prefix}: type {self.dtype}; the format knows {', '.join(map(str, codes))}")
         self._code = codes[self.dtype]
         self._lengths = array("i")
         self._documents = array("q", [0])
@@ -318,8 +307,7 @@ class IndexedDatasetWriter:
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
             raise ValueError(
-                f"{prefix}: holds {other.dtype}, {self.prefix} holds {self.dtype}; datasets of one type can "
-                "be joined"
+                f"{prefix}: holds {other.dtype}, {self.prefix} holds {self.dtype}; datasets of one type can be joined"
             )
         if other.sequence_modes is not None:
             raise ValueError(f"{prefix}: a multimodal dataset; only text can be joined")

@@ -87,9 +87,7 @@ def _check_size(num_samples: int, name: str) -> None:
         raise ValueError(f"{name}: the dataset holds no sample to read")
 
 
-def microbatch_positions(
-    *, consumed: int, microbatch: int, micro_batch_size: int, dp_rank: int, dp_size: int
-) -> range:
+def microbatch_positions(*, consumed: int, microbatch: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> range:
     """The positions that one rank reads for one micro-batch of the step that begins after `consumed` samples.
 
     Micro-batch m of rank r of R: `micro_batch_size` samples from consumed + (m*R + r)*micro_batch_size on.

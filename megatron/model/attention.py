@@ -136,9 +136,7 @@ class SelfAttention(nn.Module):
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
             self.q_layernorm, self.k_layernorm = (
-                build_norm(
-                    config, self.head_dim, group=group, partial_gradient=True, dtype=dtype, device=device
-                )
+                build_norm(config, self.head_dim, group=group, partial_gradient=True, dtype=dtype, device=device)
                 for _ in range(2)
             )
 
@@ -169,9 +167,7 @@ class SelfAttention(nn.Module):
         """Queries, keys, values, unrotated: [s/t or s, b, h] -> [s, b, a/t, d] and twice [s, b, g/t, d]."""
         mixed = self.linear_qkv(hidden_states)  # [s, b, (a + 2g) d/t]
         per_group = self.heads.queries // self.heads.groups
-        grouped = mixed.unflatten(
-            -1, (self.heads.groups, per_group + 2, self.head_dim)
-        )  # [s, b, g/t, a/g + 2, d]
+        grouped = mixed.unflatten(-1, (self.heads.groups, per_group + 2, self.head_dim))  # [s, b, g/t, a/g + 2, d]
         query, key, value = grouped.split((per_group, 1, 1), dim=3)
         query = query.flatten(2, 3)  # [s, b, a/t, d]
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/t, d] each

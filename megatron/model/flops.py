@@ -11,9 +11,7 @@ from megatron.config.transformer import TransformerConfig
 from megatron.core.shard import shard_of
 
 
-def flops_per_batch(
-    config: TransformerConfig, *, batch_size: int, sequence_length: int, padded_vocab_size: int
-) -> int:
+def flops_per_batch(config: TransformerConfig, *, batch_size: int, sequence_length: int, padded_vocab_size: int) -> int:
     """Floating-point operations of forward and backward over one global batch.
 
     Two operations a multiply-add, three products a weight (forward, input gradient, weight gradient). Causal

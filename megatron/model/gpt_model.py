@@ -89,9 +89,7 @@ class GPTModel(nn.Module):
                 group=tensor_group,
                 bias=False,
                 sequence_parallel=sequence_parallel,
-                init=embedding_init(config)
-                if config.tied_embeddings
-                else Init.normal(config.init_method_std),
+                init=embedding_init(config) if config.tied_embeddings else Init.normal(config.init_method_std),
                 dtype=dtype,
                 device=device,
             )
@@ -149,9 +147,7 @@ class GPTModel(nn.Module):
             dtype=self.dtype,
             device=tokens.device,
         )
-        hidden_states = self.decoder(
-            hidden_states, rotary=self._rotary(position_ids), mask=mask, dropout=dropout
-        )
+        hidden_states = self.decoder(hidden_states, rotary=self._rotary(position_ids), mask=mask, dropout=dropout)
         if not self.stage.has_output:
             assert isinstance(hidden_states, Tensor)
             return hidden_states

@@ -51,9 +51,7 @@ def _local_values(shard: Shard, seed: int) -> Iterator[tuple[tuple[slice, ...], 
     """(place in the local tensor, its values) for each part of a block that is held here."""
     for first, last in _row_blocks(shard.global_shape):
         overlaps = [
-            overlap
-            for piece in shard.pieces
-            if (overlap := _overlap(shard.split_dim, piece, first, last)) is not None
+            overlap for piece in shard.pieces if (overlap := _overlap(shard.split_dim, piece, first, last)) is not None
         ]
         if overlaps:
             block = _draw(shard, seed, first, last)
@@ -72,9 +70,7 @@ def _overlap(split_dim: int, piece: Piece, first: int, last: int) -> _Overlap | 
     if start >= stop:
         return None
     offset = piece.local - piece.start
-    return _Overlap(
-        local=(slice(start + offset, stop + offset),), block=(slice(start - first, stop - first),)
-    )
+    return _Overlap(local=(slice(start + offset, stop + offset),), block=(slice(start - first, stop - first),))
 
 
 def _row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:

@@ -70,9 +70,7 @@ class TransformerLayer(nn.Module):
         dropout: DropoutStream | None,
     ) -> Tensor:
         """Arguments as for `SelfAttention.forward`."""
-        attended = self.self_attention(
-            self.input_layernorm(hidden_states), rotary=rotary, mask=mask, dropout=dropout
-        )
+        attended = self.self_attention(self.input_layernorm(hidden_states), rotary=rotary, mask=mask, dropout=dropout)
         hidden_states = hidden_states + self.attention_output_dropout(attended, dropout)
         transformed = self.mlp(self.pre_mlp_layernorm(hidden_states))
         hidden_states = hidden_states + self.mlp_output_dropout(transformed, dropout)

@@ -37,9 +37,7 @@ def owned_runs(shard: Shard, local_shape: tuple[int, ...]) -> list[Run]:
     if not local_shape:  # a scalar: its one piece covers it
         return [(0, 1)] if along else []
     outer = range(prod(local_shape[:dim]))
-    return merge_runs(
-        (i * block + start * inner, i * block + stop * inner) for i in outer for start, stop in along
-    )
+    return merge_runs((i * block + start * inner, i * block + stop * inner) for i in outer for start, stop in along)
 
 
 def merge_runs(runs: Iterable[Run]) -> list[Run]:

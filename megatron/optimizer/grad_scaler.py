@@ -27,9 +27,7 @@ class ConstantGradScaler:
 
     def __init__(self, scale: float = 1.0) -> None:
         if not scale > 0:
-            raise ValueError(
-                f"--loss-scale {scale}: the loss scale must be positive, such as 4096; leave it out for 1"
-            )
+            raise ValueError(f"--loss-scale {scale}: the loss scale must be positive, such as 4096; leave it out for 1")
         self._scale = scale
 
     @property

@@ -56,9 +56,7 @@ class MainParameters:
             run = HyperRun(length=stop - start, weight_decay_multiplier=1.0 if decays(entry) else 0.0)
             if runs and runs[-1].weight_decay_multiplier == run.weight_decay_multiplier:
                 last = runs.pop()
-                run = HyperRun(
-                    length=last.length + run.length, weight_decay_multiplier=run.weight_decay_multiplier
-                )
+                run = HyperRun(length=last.length + run.length, weight_decay_multiplier=run.weight_decay_multiplier)
             runs.append(run)
         return tuple(runs)
 

@@ -105,13 +105,9 @@ class MegatronOptimizer:
             self._updates += 1
             gradient_scale = scale / clip_factor(grad_norm, self.clip_grad)
             for part in self.parts:
-                part.update(
-                    number=self._updates, lr=lr, weight_decay=weight_decay, gradient_scale=gradient_scale
-                )
+                part.update(number=self._updates, lr=lr, weight_decay=weight_decay, gradient_scale=gradient_scale)
         self.scaler.update(found_inf=not finite)
-        return UpdateReport(
-            applied=finite, grad_norm=grad_norm, num_zeros=num_zeros, loss_scale=self.loss_scale
-        )
+        return UpdateReport(applied=finite, grad_norm=grad_norm, num_zeros=num_zeros, loss_scale=self.loss_scale)
 
     def skip_step(self) -> UpdateReport:
         """The report of a step that changes nothing, such as one on a batch without a single token."""

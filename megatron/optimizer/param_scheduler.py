@@ -50,8 +50,7 @@ class LearningRateSchedule:
             )
         if not 0 <= self.init_lr <= self.max_lr:
             raise ValueError(
-                f"--lr-warmup-init {self.init_lr:g}: must lie between 0 and --lr {self.max_lr:g}; 0 is the "
-                f"default"
+                f"--lr-warmup-init {self.init_lr:g}: must lie between 0 and --lr {self.max_lr:g}; 0 is the default"
             )
         if not self.lr_decay_steps > 0:
             raise ValueError(
@@ -120,8 +119,7 @@ class WeightDecaySchedule:
         _check_choice("--weight-decay-incr-style", self.wd_incr_style, get_args(WeightDecayStyle))
         if not 0 <= self.start_wd <= self.end_wd:
             raise ValueError(
-                f"--start-weight-decay {self.start_wd:g}: must lie between 0 and --end-weight-decay "
-                f"{self.end_wd:g}"
+                f"--start-weight-decay {self.start_wd:g}: must lie between 0 and --end-weight-decay {self.end_wd:g}"
             )
         if self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
             raise ValueError(
@@ -131,8 +129,7 @@ class WeightDecaySchedule:
             )
         if self.wd_incr_style != "constant" and not self.wd_incr_steps > 0:
             raise ValueError(
-                f"--weight-decay-incr-style {self.wd_incr_style} needs a length of training, not "
-                f"{self.wd_incr_steps}"
+                f"--weight-decay-incr-style {self.wd_incr_style} needs a length of training, not {self.wd_incr_steps}"
             )
 
     def at(self, num_steps: float) -> float:
@@ -220,12 +217,8 @@ class ParamScheduler:
         if self.on_load == "check":
             self._refuse_differences(state)
         elif self.on_load == "use_checkpoint":
-            self.learning_rate_schedule = replace(
-                self.learning_rate_schedule, **_present(LearningRateSchedule, state)
-            )
-            self.weight_decay_schedule = replace(
-                self.weight_decay_schedule, **_present(WeightDecaySchedule, state)
-            )
+            self.learning_rate_schedule = replace(self.learning_rate_schedule, **_present(LearningRateSchedule, state))
+            self.weight_decay_schedule = replace(self.weight_decay_schedule, **_present(WeightDecaySchedule, state))
         self.num_steps = int(state["num_steps"])
 
     def _refuse_differences(self, state: Mapping[str, Any]) -> None:
@@ -302,9 +295,7 @@ def build_param_scheduler(
     )
 
 
-def _present(
-    schedule: type[LearningRateSchedule | WeightDecaySchedule], state: Mapping[str, Any]
-) -> dict[str, Any]:
+def _present(schedule: type[LearningRateSchedule | WeightDecaySchedule], state: Mapping[str, Any]) -> dict[str, Any]:
     return {field.name: state[field.name] for field in fields(schedule) if field.name in state}
 
 

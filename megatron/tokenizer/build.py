@@ -28,9 +28,7 @@ def _huggingface(config: "TokenizerConfig") -> Tokenizer:
 
 
 def _null(config: "TokenizerConfig") -> Tokenizer:
-    return NullTokenizer(
-        config.vocab_size, eod_id=config.null_tokenizer_eod_id, pad_id=config.null_tokenizer_pad_id
-    )
+    return NullTokenizer(config.vocab_size, eod_id=config.null_tokenizer_eod_id, pad_id=config.null_tokenizer_pad_id)
 
 
 def _byte(config: "TokenizerConfig") -> Tokenizer:

@@ -33,8 +33,7 @@ class NullTokenizer:
             )
         if pad_id >= vocab_size:
             raise ValueError(
-                f"--null-tokenizer-pad-id {pad_id}: must be below --vocab-size {vocab_size}, or -1 for no "
-                "padding token"
+                f"--null-tokenizer-pad-id {pad_id}: must be below --vocab-size {vocab_size}, or -1 for no padding token"
             )
         self.vocab_size = vocab_size
         self.eod = eod

@@ -89,9 +89,7 @@ def gpt2_bpe_tokenizer(vocab_file: str | Path | None, merge_file: str | Path | N
     vocab = read_tokenizer_file(
         vocab_file, flag="--vocab-file", tokenizer_type=name, what="vocab.json (encoder.json), token to id"
     )
-    merges = read_tokenizer_file(
-        merge_file, flag="--merge-file", tokenizer_type=name, what="merges.txt (vocab.bpe)"
-    )
+    merges = read_tokenizer_file(merge_file, flag="--merge-file", tokenizer_type=name, what="merges.txt (vocab.bpe)")
     source = f"--vocab-file {vocab_file} --merge-file {merge_file}"
     try:
         model = BPE.from_file(str(vocab_file), str(merge_file))
@@ -137,8 +135,7 @@ def huggingface_tokenizer(path: str | Path | None) -> TokenizersTokenizer:
     name = "HuggingFaceTokenizer"
     if path is None:
         raise ValueError(
-            f"--tokenizer-model is not given: --tokenizer-type {name} needs a tokenizer.json or a folder "
-            "with one"
+            f"--tokenizer-model is not given: --tokenizer-type {name} needs a tokenizer.json or a folder with one"
         )
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file() and Path(path).is_dir():
@@ -148,9 +145,7 @@ def huggingface_tokenizer(path: str | Path | None) -> TokenizersTokenizer:
             "--tokenizer-type GPT2BPETokenizer --vocab-file ... --merge-file ..., one with a .model file by "
             "--tokenizer-type SentencePieceTokenizer --tokenizer-model ..."
         )
-    content = read_tokenizer_file(
-        file, flag="--tokenizer-model", tokenizer_type=name, what="a tokenizer.json"
-    )
+    content = read_tokenizer_file(file, flag="--tokenizer-model", tokenizer_type=name, what="a tokenizer.json")
     try:
         backend = Backend.from_str(content.decode())
     except Exception as error:  # the library raises nothing narrower
@@ -177,9 +172,7 @@ def huggingface_tokenizer(path: str | Path | None) -> TokenizersTokenizer:
         special=special,
         eod_error=eod_error,
         source=f"--tokenizer-model {file}",
-        fingerprint=digest(
-            "tokenizers", content, *(part for pair in sorted(beside.items()) for part in pair)
-        ),
+        fingerprint=digest("tokenizers", content, *(part for pair in sorted(beside.items()) for part in pair)),
     )
 
 

@@ -64,8 +64,8 @@ def open_checkpoint(config: MegatronConfig, state: ParallelState) -> Checkpoint 
     What differs from the configuration that it was saved with is printed.
 
     Raises:
-        CheckpointError: there is none (and no `--load-if-exists`), it is damaged, or the model, or on a resume the data,
-            differs from the one that it was saved with.
+        CheckpointError: there is none (and no `--load-if-exists`), it is damaged, or the model, or on a resume the
+            data, differs from the one that it was saved with.
     """
     wanted = config.checkpoint
     if wanted.load is None:
@@ -111,9 +111,7 @@ def load_run(run: Run, checkpoint: Checkpoint) -> None:
         )
     if with_optimizer:
         tensors += run.optimizer.named_state()
-    summary = checkpoint.load_into(
-        tensors, world=run.state.world, ignore=() if with_optimizer else ("optimizer.",)
-    )
+    summary = checkpoint.load_into(tensors, world=run.state.world, ignore=() if with_optimizer else ("optimizer.",))
     if with_optimizer:
         run.optimizer.load_state_dict(checkpoint.metadata["optimizer"])
     if not wanted.finetune:  # also with --no-load-optim: the position in the data goes on, so must the learning rate

@@ -23,8 +23,8 @@ class SampleCounts:
     """Samples that a run will read.
 
     Attributes:
-        train: the number asked for at the start, and one more for each resume that asked for more. The order of the data
-            depends on these numbers, as in Megatron-LM, so they are kept in checkpoints.
+        train: the number asked for at the start, and one more for each resume that asked for more. The order of the
+            data depends on these numbers, as in Megatron-LM, so they are kept in checkpoints.
         valid, test: 0 when nothing is evaluated.
     """
 
@@ -127,8 +127,8 @@ def build_loaders(
     counts = sample_counts(context, batch_sizes=batch_sizes, train_iters=train_iters, progress=progress)
     if len(counts.train) > len(progress.train_blocks) > 0 and state.rank == 0:
         print(
-            f"training data: {counts.train[-1]} more samples are appended to the {sum(counts.train[:-1])} of before, whose "
-            f"order stays",
+            f"training data: {counts.train[-1]} more samples are appended to the {sum(counts.train[:-1])} of "
+            f"before, whose order stays",
             flush=True,
         )
     progress.train_blocks = list(counts.train)

@@ -39,6 +39,9 @@ class Hook:
     def on_end(self, run: Run) -> None:
         """After the last iteration of this process: the run is complete, or it was asked to stop."""
 
+    def close(self) -> None:
+        """At the very end, also when an error ends the run: let go of files and signals."""
+
 
 class LogLine(Hook):
     """Megatron-LM's line every `--log-interval` iterations and after the first one, with the timers' table."""
@@ -122,7 +125,7 @@ class JsonLog(Hook):
         if self._file is not None:
             print(json.dumps(row), file=self._file, flush=True)
 
-    def on_end(self, run: Run) -> None:
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
@@ -177,7 +180,7 @@ class TensorBoard(Hook):
         self._writer.add_scalar(tag, value, iteration)
         self._writer.add_scalar(f"{tag} vs samples", value, samples)
 
-    def on_end(self, run: Run) -> None:
+    def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
 
@@ -244,7 +247,7 @@ class Exits(Hook):
         if self._interval is not None and report.iteration % self._interval == 0:
             run.stop(f"reached --exit-interval {self._interval}")
 
-    def on_end(self, run: Run) -> None:
+    def close(self) -> None:
         if self._signal is not None:
             signal.signal(self._signal, self._previous)
 
@@ -258,8 +261,8 @@ class StopOnNaN(Hook):
             raise FloatingPointError(
                 f"iteration {report.iteration}: the gradient norm is {report.grad_norm}"
                 + "".join(f", {name} {loss}" for name, loss in report.losses.items())
-                + "; the weights were not updated. Resume from the last checkpoint with a lower --lr or more warm-up, or "
-                "skip such iterations with --no-check-for-nan-in-loss-and-grad"
+                + "; the weights were not updated. Resume from the last checkpoint with a lower --lr or more warm-up, "
+                "or skip such iterations with --no-check-for-nan-in-loss-and-grad"
             )
 
 

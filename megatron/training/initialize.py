@@ -16,9 +16,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from megatron.config.arguments import ExtraArgsProvider, parse_arguments
-from megatron.config.megatron_config import ConfigError, MegatronConfig
+from megatron.config.megatron_config import MegatronConfig
+from megatron.config.problems import ConfigError
 from megatron.core import device as devices
 from megatron.core import parallel_state
 from megatron.core.parallel_state import ParallelState
@@ -70,7 +73,12 @@ def read_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
     Raises:
         LaunchError: some of the variables are set and others are missing or out of range.
     """
-    names = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE"}
+    names = {
+        "rank": "RANK",
+        "world_size": "WORLD_SIZE",
+        "local_rank": "LOCAL_RANK",
+        "local_world_size": "LOCAL_WORLD_SIZE",
+    }
     if not any(name in environment for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         if "SLURM_PROCID" not in environment or int(environment.get("SLURM_NTASKS", "1")) == 1:
             return LaunchEnvironment()
@@ -208,9 +216,9 @@ def _join_world(
         torch.cuda.set_device(device)
     rank, world_size = launch.rank, launch.world_size
     try:
-        store = dist.PrefixStore(
+        store = PrefixStore(
             f"attempt-{launch.attempt}",
-            dist.TCPStore(
+            TCPStore(
                 launch.master_addr,
                 launch.master_port,
                 is_master=launch.hosts_store,
@@ -223,7 +231,7 @@ def _join_world(
             f"rank {rank} could not reach the rendezvous at {launch.master_addr}:{launch.master_port}: {error}; start "
             f"rank 0 there first, or correct MASTER_ADDR and MASTER_PORT"
         ) from error
-    roll = dist.PrefixStore("roll-call", store)
+    roll = PrefixStore("roll-call", store)
     roll.set(str(rank), launch.node)
     try:
         roll.wait([str(other) for other in range(world_size)], timeout)
@@ -236,7 +244,7 @@ def _join_world(
     nodes = [roll.get(str(other)).decode() for other in range(world_size)]
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("megatron", store),
+        store=PrefixStore("megatron", store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -246,11 +254,7 @@ def _join_world(
 
 def _node_warnings(state: ParallelState, config: MegatronConfig) -> list[str]:
     """What the layout costs on these nodes."""
-    split = [
-        group
-        for group in state.grid.groups("tp")
-        if len({state.nodes[rank] for rank in group}) > 1
-    ]
+    split = [group for group in state.grid.groups("tp") if len({state.nodes[rank] for rank in group}) > 1]
     if not split:
         return []
     model, training, precision = config.model, config.training, config.optimizer.params_dtype

@@ -100,9 +100,7 @@ class Interval:
         """
         counted = [report for report in self.reports if report.applied or report.nan] or self.reports
         names = dict.fromkeys(name for report in counted for name in report.losses)
-        return {
-            name: sum(report.losses.get(name, nan) for report in counted) / len(counted) for name in names
-        }
+        return {name: sum(report.losses.get(name, nan) for report in counted) / len(counted) for name in names}
 
 
 def log_line(

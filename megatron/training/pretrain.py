@@ -183,13 +183,17 @@ def build_hooks(context: MegatronContext) -> list[Hook]:
 
 def train(run: Run) -> None:
     """The loop: iterations until the last one or until a hook asks to stop."""
-    for hook in run.hooks:
-        hook.on_start(run)
-    while run.progress.iteration < run.train_iters and run.stop_reason is None:
-        report = train_step(run)
+    try:
         for hook in run.hooks:
-            hook.after_step(run, report)
-    for hook in run.hooks:
-        hook.on_end(run)
+            hook.on_start(run)
+        while run.progress.iteration < run.train_iters and run.stop_reason is None:
+            report = train_step(run)
+            for hook in run.hooks:
+                hook.after_step(run, report)
+        for hook in run.hooks:
+            hook.on_end(run)
+    finally:
+        for hook in run.hooks:
+            hook.close()
     if run.stop_reason is not None:
         run.print(f"stopped after iteration {run.progress.iteration}: {run.stop_reason}")

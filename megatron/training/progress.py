@@ -16,8 +16,8 @@ class Progress:
         consumed_train_samples, consumed_valid_samples: the position in the data.
         skipped_iterations: iterations whose update was not applied.
         floating_point_operations: spent so far by the formula of the throughput report.
-        train_blocks: the numbers of samples that were requested of the training data: one at the start, and one more for
-            each resume that asked for more. The order of the data depends on them.
+        train_blocks: the numbers of samples that were requested of the training data: one at the start, and one more
+            for each resume that asked for more. The order of the data depends on them.
     """
 
     iteration: int = 0

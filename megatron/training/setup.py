@@ -53,9 +53,7 @@ def build_vocabulary(config: MegatronConfig) -> Vocabulary:
         raise ValueError(
             f"--padded-vocab-size ({size}) must not be below the tokenizer's {tokenizer.vocab_size} tokens"
         )
-    return Vocabulary(
-        tokenizer=tokenizer, size=size, padded_size=config.padded_vocab_size(tokenizer.vocab_size)
-    )
+    return Vocabulary(tokenizer=tokenizer, size=size, padded_size=config.padded_vocab_size(tokenizer.vocab_size))
 
 
 # Builds one pipeline chunk: (context, which layers, vocabulary) -> module
@@ -88,12 +86,12 @@ def build_chunks(
         _adopt_plain_parameters(module, context)
         initialize_weights(module, config.training.seed)
         if config.training.torch_compile:
+            if not isinstance(module, GPTModel):
+                raise ValueError(f"--torch-compile compiles the layers of GPTModel; {type(module).__name__} is none")
             for layer in module.decoder.layers.values():
                 layer.compile()
         chunks.append(
-            DistributedDataParallel(
-                module, data_group=state.data_context, grad_dtype=config.optimizer.main_dtype
-            )
+            DistributedDataParallel(module, data_group=state.data_context, grad_dtype=config.optimizer.main_dtype)
         )
     return chunks
 
@@ -132,8 +130,8 @@ def check_parameter_count(
         implied = parameter_count(context.config.model, vocabulary.size)
         if built != implied:
             raise RuntimeError(
-                f"the ranks have built {built:,} parameters, but the configuration implies {implied:,}: this is a bug in "
-                f"the layout of the layers over the stages; please report it with the output of --print-config"
+                f"the ranks have built {built:,} parameters, but the configuration implies {implied:,}: this is a bug "
+                f"in the layout of the layers over the stages; please report it with the output of --print-config"
             )
     return built
 
@@ -180,7 +178,8 @@ def describe(context: MegatronContext, layout: PipelineLayout, vocabulary: Vocab
     config = context.config
     sizes = f"tensor {state.tensor.size} × pipeline {state.pipeline.size} × data {state.data.size}"
     lines = [
-        f"{parameters:,} parameters, {config.optimizer.precision}, on {state.world.size} {context.device.type} rank(s) = {sizes}",
+        f"{parameters:,} parameters, {config.optimizer.precision}",
+        f"{state.world.size} {context.device.type} rank(s) = {sizes}",
         f"vocabulary: {vocabulary.tokenizer.name}, {vocabulary.size:,} tokens"
         + (f" padded to {vocabulary.padded_size:,}" if vocabulary.padded_size > vocabulary.size else ""),
     ]

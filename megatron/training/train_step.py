@@ -100,18 +100,14 @@ def global_counts(microbatches: Sequence[Batch], data: CommGroup) -> dict[str, T
     whatever the number of micro-batches and data-parallel ranks, and nothing is divided later.
     """
     counts = [batch.loss_counts() for batch in microbatches]
-    return {
-        name: all_reduce(torch.stack([count[name].double() for count in counts]).sum(), data) for name in counts[0]
-    }
+    return {name: all_reduce(torch.stack([count[name].double() for count in counts]).sum(), data) for name in counts[0]}
 
 
-def _divisors(
-    run: Run, microbatches: Sequence[Batch], counts: Mapping[str, Tensor]
-) -> list[Mapping[str, Tensor]]:
+def _divisors(run: Run, microbatches: Sequence[Batch], counts: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
     """What the loss sums of each micro-batch are divided by: the global count of tokens.
 
-    With `--no-calculate-per-token-loss`, Megatron-LM's mean of the means of micro-batches: then a token of a micro-batch
-    with few unmasked tokens weighs more. (A micro-batch without any counts as zero.)
+    With `--no-calculate-per-token-loss`, Megatron-LM's mean of the means of micro-batches: then a token of a
+    micro-batch with few unmasked tokens weighs more. (A micro-batch without any counts as zero.)
     """
     if run.config.optimizer.calculate_per_token_loss:
         return [counts] * len(microbatches)
@@ -148,9 +144,7 @@ def evaluate(run: Run, name: str, iterations: int, consumed: int) -> dict[str, f
     sums: list[dict[str, Tensor]] = []
     totals: dict[str, Tensor] = {}
     for index in range(iterations):
-        microbatches = [
-            batch.to(run.device) for batch in loader.step(consumed + index * batch_size, num_microbatches)
-        ]
+        microbatches = [batch.to(run.device) for batch in loader.step(consumed + index * batch_size, num_microbatches)]
         for term, count in global_counts(microbatches, run.state.data_context).items():
             totals[term] = totals.get(term, torch.zeros_like(count)) + count
         sums += run.executor.run(

@@ -89,9 +89,7 @@ def _shard(spec: Spec, dim: int | None, pieces: tuple[Piece, ...], owned: bool =
 
 def _hold_whole(layout: Layout, spec: Spec, rng: random.Random) -> None:
     holders = rng.sample(range(len(layout)), rng.randint(1, len(layout)))
-    tied = (
-        rng.random() < 0.5
-    )  # copies that are not owned say so in the shard (tied) or in the piece (replicated)
+    tied = rng.random() < 0.5  # copies that are not owned say so in the shard (tied) or in the piece (replicated)
     for position, rank in enumerate(holders):
         length = spec.shape[0] if spec.shape else 1
         piece = Piece(local=0, start=0, length=length, holders=len(holders), owned=tied or position == 0)
@@ -147,9 +145,7 @@ def fill(local: Tensor, shard: Shard, value: Tensor) -> None:
         local.narrow(shard.dim, piece.local, piece.length).copy_(part)
 
 
-def save_simulated(
-    root: Path, iteration: int, ranks: list[list[NamedTensor]], metadata: dict[str, object]
-) -> None:
+def save_simulated(root: Path, iteration: int, ranks: list[list[NamedTensor]], metadata: dict[str, object]) -> None:
     """Save as if each list belonged to a rank of its own; all end a phase before any begins the next."""
     saves = [Save(root=root, iteration=iteration, rank=rank, metadata=metadata) for rank in range(len(ranks))]
     for save, tensors in zip(saves, ranks, strict=True):

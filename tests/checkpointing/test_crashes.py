@@ -42,9 +42,7 @@ def tensors(value: float, elements: int = 40) -> list[NamedTensor]:
 
 
 def save(root: Path, iteration: int, value: float, elements: int = 40) -> None:
-    save_checkpoint(
-        root, iteration, tensors(value, elements), {"value": value}, rank=0, world=ALONE, writes=True
-    )
+    save_checkpoint(root, iteration, tensors(value, elements), {"value": value}, rank=0, world=ALONE, writes=True)
 
 
 def content(root: Path, step: int | None = None) -> tuple[int, float] | None:
@@ -162,9 +160,7 @@ def test_names_appear_only_after_what_they_name_is_on_the_disk(tmp_path: Path) -
         elif name == "fsync":
             path = os.readlink(f"/proc/self/fd/{arguments[0]}")
             unsynced_bytes.discard(path)
-            unsynced_names.difference_update(
-                [held for held in unsynced_names if os.path.dirname(held) == path]
-            )
+            unsynced_names.difference_update([held for held in unsynced_names if os.path.dirname(held) == path])
         elif name == "open" and len(arguments) > 1 and arguments[1] & os.O_CREAT:
             unsynced_names.add(str(arguments[0]))
         elif name in ("rename", "replace"):
@@ -174,9 +170,7 @@ def test_names_appear_only_after_what_they_name_is_on_the_disk(tmp_path: Path) -
             assert source not in unsynced_bytes
             if target.endswith(storage.TRACKER_FILE):
                 folder = str(tmp_path / "iter_0000020")
-                assert folder not in unsynced_names, (
-                    "the tracker moves before the name of the checkpoint is synced"
-                )
+                assert folder not in unsynced_names, "the tracker moves before the name of the checkpoint is synced"
             renames.append((os.path.basename(source), os.path.basename(target)))
             unsynced_names.add(target)
 
@@ -278,9 +272,7 @@ def test_a_file_that_cannot_grow_leaves_the_previous_checkpoint(tmp_path: Path) 
 
 @pytest.mark.parametrize("fails", ["open", "write", "fsync", "rename", "replace", "mkdir"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_a_disk_that_fails_anywhere_leaves_the_previous_checkpoint(
-    tmp_path: Path, fails: str, code: int
-) -> None:
+def test_a_disk_that_fails_anywhere_leaves_the_previous_checkpoint(tmp_path: Path, fails: str, code: int) -> None:
     for step in range(100):
         root = tmp_path / str(step)
         save(root, 10, 1.0)

@@ -162,9 +162,7 @@ def test_a_path_out_of_the_folder_is_not_followed(root: Path, name: str) -> None
 
 
 def test_a_slice_in_a_file_that_is_not_listed_is_refused(root: Path) -> None:
-    _attack(
-        root, lambda index: _slice(index).update(file="/etc/passwd"), "must be one of the files of the index"
-    )
+    _attack(root, lambda index: _slice(index).update(file="/etc/passwd"), "must be one of the files of the index")
 
 
 @pytest.mark.parametrize(
@@ -214,15 +212,11 @@ def test_a_huge_tensor_that_no_file_can_hold_is_refused(root: Path) -> None:
         (lambda index: index["tensors"]["model.w"].update(slices=7), "slices of model.w is 7"),
     ],
 )
-def test_each_entry_of_the_index_is_checked(
-    root: Path, change: Callable[[dict[str, Any]], None], message: str
-) -> None:
+def test_each_entry_of_the_index_is_checked(root: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
     _attack(root, change, message)
 
 
-@pytest.mark.parametrize(
-    "text", [b"[" * 200_000, b'{"a":' * 200_000, b"9" * 100_000, b"\xff\xfe", b"null", b"[]"]
-)
+@pytest.mark.parametrize("text", [b"[" * 200_000, b'{"a":' * 200_000, b"9" * 100_000, b"\xff\xfe", b"null", b"[]"])
 @pytest.mark.parametrize("name", ["index.json", "metadata.json", "COMPLETE"])
 def test_json_made_to_break_the_parser_is_an_error(root: Path, name: str, text: bytes) -> None:
     folder = root / "iter_0000010"

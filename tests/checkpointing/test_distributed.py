@@ -68,9 +68,7 @@ def model(group: CommGroup, *, filled: bool, dtype: torch.dtype = torch.float32)
 
 def _save(rank: int, world_size: int, root: Path) -> None:
     world = world_group(rank, world_size)
-    save_checkpoint(
-        root, 5, model(world, filled=True), {"by": world_size}, rank=rank, world=world, writes=True
-    )
+    save_checkpoint(root, 5, model(world, filled=True), {"by": world_size}, rank=rank, world=world, writes=True)
 
 
 def _load(rank: int, world_size: int, root: Path, dtype: torch.dtype) -> None:
@@ -109,9 +107,7 @@ def _save_replicas(rank: int, world_size: int, root: Path) -> None:
     world = world_group(rank, world_size)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     replica = rank // 2
-    group = CommGroup(
-        name="tensor", ranks=(2 * replica, 2 * replica + 1), rank=rank % 2, process_group=pairs[replica]
-    )
+    group = CommGroup(name="tensor", ranks=(2 * replica, 2 * replica + 1), rank=rank % 2, process_group=pairs[replica])
     tensors = model(group, filled=replica == 0)
     save_checkpoint(root, 5, tensors, {}, rank=rank, world=world, writes=replica == 0)
 
@@ -137,18 +133,14 @@ def save_rows(root: Path, iteration: int, world: CommGroup, rows: int = 8) -> No
     placed = Shard(global_shape=(rows, 50), dim=0, pieces=pieces, group=group, init=Init.zeros())
     assert start <= stop
     named = NamedTensor(key="model.rows", tensor=local, shard=placed)
-    save_checkpoint(
-        root, iteration, [named], {"iteration": iteration}, rank=world.rank, world=world, writes=True
-    )
+    save_checkpoint(root, iteration, [named], {"iteration": iteration}, rank=world.rank, world=world, writes=True)
 
 
 def load_rows(root: Path, world: CommGroup, rows: int = 8) -> int:
     """The iteration of the newest checkpoint; all its values must be of it."""
     checkpoint = load_checkpoint(root, world=world)
     loaded = torch.zeros(rows, 50)
-    placed = Shard(
-        global_shape=(rows, 50), dim=None, pieces=whole_pieces(rows, ALONE), group=ALONE, init=Init.zeros()
-    )
+    placed = Shard(global_shape=(rows, 50), dim=None, pieces=whole_pieces(rows, ALONE), group=ALONE, init=Init.zeros())
     checkpoint.load_into([NamedTensor(key="model.rows", tensor=loaded, shard=placed)], world=world)
     assert (loaded == float(checkpoint.iteration)).all()
     assert checkpoint.metadata == {"iteration": checkpoint.iteration}

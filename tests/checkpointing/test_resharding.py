@@ -66,9 +66,7 @@ def _check_reshard(tensors: list[Spec], seed: int, block_bytes: int) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(specs, st.integers(0, 2**32), st.sampled_from([64, 256, 2**24]))
-def test_any_split_loads_into_any_other_with_the_same_bits(
-    tensors: list[Spec], seed: int, block_bytes: int
-) -> None:
+def test_any_split_loads_into_any_other_with_the_same_bits(tensors: list[Spec], seed: int, block_bytes: int) -> None:
     _check_reshard(tensors, seed, block_bytes)
 
 
@@ -203,7 +201,5 @@ def test_a_part_that_two_ranks_own_is_not_saved(tmp_path: Path) -> None:
 
 def test_ranks_that_disagree_about_a_tensor_do_not_save_it(tmp_path: Path) -> None:
     ranks = [[whole("model.w", torch.ones(3))], [whole("model.w", torch.ones(4))]]
-    with pytest.raises(
-        CheckpointError, match=r"model\.w is float32 \(4,\) here and float32 \(3,\) on another"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.w is float32 \(4,\) here and float32 \(3,\) on another"):
         save_simulated(tmp_path, 1, ranks, {})

@@ -35,9 +35,7 @@ def save(root: Path, iteration: int, value: float = 1.0, metadata: dict[str, Any
 
 def load(root: Path, step: int | None = None) -> float:
     w, scale = torch.zeros(4, 3), torch.zeros(())
-    load_checkpoint(root, step=step).load_into(
-        [whole("model.w", w), whole("model.scale", scale)], world=ALONE
-    )
+    load_checkpoint(root, step=step).load_into([whole("model.w", w), whole("model.scale", scale)], world=ALONE)
     assert (w == scale).all()
     return float(scale)
 
@@ -162,9 +160,7 @@ def test_a_tensor_without_elements_and_a_rank_without_pieces_are_fine(tmp_path: 
     save_checkpoint(tmp_path, 1, tensors, {}, rank=0, world=ALONE, writes=True)
     checkpoint = load_checkpoint(tmp_path)
     assert checkpoint.tensors["model.none"].slices == ()
-    checkpoint.load_into(
-        [whole("model.none", torch.zeros(0, 5)), whole("model.w", torch.zeros(2))], world=ALONE
-    )
+    checkpoint.load_into([whole("model.none", torch.zeros(0, 5)), whole("model.w", torch.zeros(2))], world=ALONE)
 
 
 def test_a_save_without_any_tensor_is_an_error(tmp_path: Path) -> None:
@@ -220,9 +216,7 @@ def test_a_tracker_that_names_a_missing_or_broken_one_offers_the_newest_good_one
         save(tmp_path, iteration)
     assert describe_missing(tmp_path) is None
     (tmp_path / "iter_0000030" / "COMPLETE").unlink()
-    _not_nothing(
-        tmp_path, r"iter_0000030 is incomplete: it has no COMPLETE.*iteration 20: --ckpt-step 20 loads it"
-    )
+    _not_nothing(tmp_path, r"iter_0000030 is incomplete: it has no COMPLETE.*iteration 20: --ckpt-step 20 loads it")
     os.truncate(tmp_path / "iter_0000020" / "shard_00000.safetensors", 100)
     _not_nothing(tmp_path, "the newest good one is iteration 10: --ckpt-step 10 loads it")
     _not_nothing(tmp_path, r"shard_00000\.safetensors is damaged: cut short, 100 bytes of \d+", step=20)

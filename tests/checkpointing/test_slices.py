@@ -110,9 +110,7 @@ def test_the_first_hole_is_named() -> None:
         (Piece(local=0, start=0, length=4), (4,)),
     ],
 )
-def test_a_shard_that_does_not_describe_its_tensor_is_refused(
-    piece: Piece, local_shape: tuple[int, ...]
-) -> None:
+def test_a_shard_that_does_not_describe_its_tensor_is_refused(piece: Piece, local_shape: tuple[int, ...]) -> None:
     shard = Shard(global_shape=(8, 3), dim=0, pieces=(piece,), group=ALONE, init=Init.zeros())
     with pytest.raises(ValueError, match=r"model\.w: a piece is"):
         held_boxes("model.w", shard, local_shape)

@@ -80,9 +80,7 @@ def field_of(config: MegatronConfig, name: str) -> object:
         ("--rampup-batch-size 4 4 100 --train-samples 9999", {"rampup_batch_size": (4, 4, 100)}),
     ],
 )
-def test_flags_are_read_as_megatron_lm_users_write_them(
-    parse: Parse, line: str, fields: Mapping[str, object]
-) -> None:
+def test_flags_are_read_as_megatron_lm_users_write_them(parse: Parse, line: str, fields: Mapping[str, object]) -> None:
     without = {"--batch-size": "--micro-batch-size", "--rampup": "--train-iters"}
     config = parse(line, without=" ".join(name for flag, name in without.items() if line.startswith(flag)))
     assert {name: field_of(config, name) for name in fields} == fields
@@ -196,9 +194,7 @@ def test_the_started_processes_become_the_world_size(parse: Parse) -> None:
 
 
 def test_printing_the_groups_of_any_world_needs_neither_model_nor_data() -> None:
-    line = (
-        "--tensor-model-parallel-size 8 --context-parallel-size 2 --world-size 1536 --print-parallel-groups"
-    )
+    line = "--tensor-model-parallel-size 8 --context-parallel-size 2 --world-size 1536 --print-parallel-groups"
     config, _ = parse_arguments(line.split(), world_size=1)
     assert config.data_parallel_size() == 96
     with pytest.raises(ConfigError, match="16 processes, which do not divide the 1535"):
@@ -269,9 +265,7 @@ WORDS = st.sampled_from(
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    st.lists(st.tuples(FLAGS, st.lists(WORDS, max_size=3)), max_size=8), st.sampled_from([None, 1, 2, 6, 8])
-)
+@given(st.lists(st.tuples(FLAGS, st.lists(WORDS, max_size=3)), max_size=8), st.sampled_from([None, 1, 2, 6, 8]))
 def test_whatever_the_values_the_answer_is_a_configuration_or_all_its_problems(
     changes: list[tuple[str, list[str]]], world_size: int | None
 ) -> None:

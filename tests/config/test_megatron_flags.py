@@ -137,8 +137,6 @@ def test_a_flag_that_asks_for_what_is_so_is_accepted(flag: str) -> None:
 
 def test_a_step_schedule_that_the_shell_has_split_is_one_refusal() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_arguments(
-            command_line("--step-batch-size-schedule 0:768 250B:1536 500B:3072"), say=lambda text: None
-        )
+        parse_arguments(command_line("--step-batch-size-schedule 0:768 250B:1536 500B:3072"), say=lambda text: None)
     assert len(caught.value.problems) == 1
     assert "--rampup-batch-size START INCREMENT SAMPLES with --global-batch-size" in str(caught.value)

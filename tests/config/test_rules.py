@@ -181,9 +181,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "line, without, world_size, words", REFUSED, ids=[row[0] or row[1] for row in REFUSED]
-)
+@pytest.mark.parametrize("line, without, world_size, words", REFUSED, ids=[row[0] or row[1] for row in REFUSED])
 def test_a_broken_rule_is_refused_in_words(
     refused: Refused, line: str, without: str, world_size: int | None, words: list[str]
 ) -> None:
@@ -235,9 +233,7 @@ def test_all_problems_are_reported_at_once(refused: Refused) -> None:
 
 
 def test_tensor_parallel_sizes_that_are_said_to_work_do(refused: Refused, parse: Parse) -> None:
-    line = (
-        "--num-attention-heads 12 --hidden-size 96 --ffn-hidden-size 200 --seq-length 30 --sequence-parallel"
-    )
+    line = "--num-attention-heads 12 --hidden-size 96 --ffn-hidden-size 200 --seq-length 30 --sequence-parallel"
     text = refused(f"{line} --tensor-model-parallel-size 3 --global-batch-size 2", world_size=3)
     assert "--ffn-hidden-size 200: must be divisible by --tensor-model-parallel-size 3" in text
     assert "; --tensor-model-parallel-size 2\n" in text + "\n"
@@ -283,8 +279,7 @@ def test_a_batch_ramp_that_cannot_be_is_refused(
 ) -> None:
     wrong_batch = batch % (micro * replicas) != 0
     text = refused(
-        f"--train-samples 9999 --rampup-batch-size {ramp} --global-batch-size {batch} "
-        f"--micro-batch-size {micro}",
+        f"--train-samples 9999 --rampup-batch-size {ramp} --global-batch-size {batch} --micro-batch-size {micro}",
         without="--train-iters",
         world_size=replicas,
         problems=2 if wrong_batch else 1,
@@ -308,9 +303,7 @@ def test_every_batch_of_a_ramp_must_suit_the_interleaved_schedule(refused: Refus
     parse(line.format("4 2"), without="--train-iters", world_size=2)
 
 
-@pytest.mark.parametrize(
-    "split", ["-1,1,0", "90,abc5,5", "0,0,0", "1,2,3,4", "", "90 5 5", "nan,1,1", "1e3,1,1"]
-)
+@pytest.mark.parametrize("split", ["-1,1,0", "90,abc5,5", "0,0,0", "1,2,3,4", "", "90 5 5", "nan,1,1", "1e3,1,1"])
 def test_a_split_that_is_not_one_to_three_shares_is_refused(split: str) -> None:
     with pytest.raises(ConfigError, match="--split"):
         parse_arguments([*command_line(), "--split", split])
@@ -339,9 +332,7 @@ def test_the_default_sizes_are_those_of_megatron_lm() -> None:
     assert (gated.ffn_size, gated.query_groups) == (int((4 * 4096 * 2 / 3) / 64) * 64, 1)
 
 
-def test_missing_tokenizer_files_and_corpora_are_found_before_the_start(
-    tmp_path: Path, refused: Refused
-) -> None:
+def test_missing_tokenizer_files_and_corpora_are_found_before_the_start(tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "vocab.json").write_text("{}")
     for end in (".bin", ".idx"):
         (tmp_path / f"corpus_text_document{end}").write_bytes(b"")
@@ -356,9 +347,7 @@ def test_missing_tokenizer_files_and_corpora_are_found_before_the_start(
     assert f"there is no folder {tmp_path}/nowhere" in text
     assert f"--data-path {tmp_path}/corpus: no file {tmp_path}/corpus.bin" in text
     assert f"{tmp_path}/corpus_text_document" in text
-    text = refused(
-        f"--data-path {tmp_path}/corpus_text_document.bin", without="--mock-data", check_files=True
-    )
+    text = refused(f"--data-path {tmp_path}/corpus_text_document.bin", without="--mock-data", check_files=True)
     assert "corpus_text_document (without the ending)" in text
 
 

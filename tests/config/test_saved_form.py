@@ -66,9 +66,7 @@ def test_a_saved_configuration_without_a_required_field_is_refused(parse: Parse)
         ("", "--no-calculate-per-token-loss", "--calculate-per-token-loss", "free"),
     ],
 )
-def test_a_difference_says_what_it_changes(
-    parse: Parse, saved: str, present: str, flag: str, affects: str
-) -> None:
+def test_a_difference_says_what_it_changes(parse: Parse, saved: str, present: str, flag: str, affects: str) -> None:
     without = "--mock-data" if "--data-path" in present else ""
     (found,) = difference(parse(saved, without=without), parse(present, without=without))
     assert (found.flag, found.affects) == (flag, affects)

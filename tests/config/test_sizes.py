@@ -85,9 +85,7 @@ def test_sizes_that_depend_on_an_unknown_number_of_processes_say_so(parse: Parse
 
 
 def test_schedules_count_samples(parse: Parse) -> None:
-    config = parse(
-        "--lr-warmup-iters 5 --lr-decay-iters 50 --lr-decay-style WSD --lr-wsd-decay-iters 10", world_size=1
-    )
+    config = parse("--lr-warmup-iters 5 --lr-decay-iters 50 --lr-decay-style WSD --lr-wsd-decay-iters 10", world_size=1)
     lengths = config.schedule_lengths()
     assert (lengths.warmup, lengths.decay, lengths.wsd_decay, lengths.weight_decay_ramp) == (
         80,

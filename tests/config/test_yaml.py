@@ -90,9 +90,7 @@ def test_flags_override_the_file(written: Written) -> None:
         ("window_size: [1, 2, 3]", ["run.yaml:1 window_size", "2 words"]),
     ],
 )
-def test_a_key_that_cannot_be_honoured_is_refused_with_its_line(
-    written: Written, text: str, words: list[str]
-) -> None:
+def test_a_key_that_cannot_be_honoured_is_refused_with_its_line(written: Written, text: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         read(*command_line(), "--config", written(text))
     assert len(caught.value.problems) == 1, str(caught.value)
@@ -110,9 +108,7 @@ def test_the_printed_configuration_says_where_each_value_is_from_and_reads_back(
     words = ["--config", written(RUN), "--seed", "7"]
     expected = read(*words)
     with pytest.raises(SystemExit) as stopped:
-        parse_arguments(
-            [*words, "--print-config"], defaults={"num_workers": 0}, check_files=False, say=said.append
-        )
+        parse_arguments([*words, "--print-config"], defaults={"num_workers": 0}, check_files=False, say=said.append)
     assert stopped.value.code == 0
     lines = {line.split(":")[0].strip(): line.split() for line in said[0].splitlines()}
     assert lines["seed"] == ["seed:", "7", "#", "flag"]

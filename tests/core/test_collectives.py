@@ -53,7 +53,7 @@ def fail_on_last_rank(rank: int, world_size: int) -> None:
 
 
 def test_a_failing_rank_is_named_with_its_traceback() -> None:
-    with pytest.raises(RankFailure, match="(?s)rank 1.*this rank has had enough"):
+    with pytest.raises(RankFailure, match=r"(?s)rank 1.*this rank has had enough"):
         run_distributed(fail_on_last_rank, 2)
 
 

@@ -13,9 +13,7 @@ from megatron.data.indexed_dataset import IndexedDatasetWriter
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 
-def write_corpus(
-    prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: DTypeLike = np.uint16
-) -> Path:
+def write_corpus(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: DTypeLike = np.uint16) -> Path:
     """Write documents, each a list of sequences of ids."""
     with IndexedDatasetWriter(prefix, dtype=dtype) as writer:
         for document in documents:

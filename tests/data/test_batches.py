@@ -52,12 +52,8 @@ def test_a_genuine_end_keeps_its_loss_when_padding_has_its_id(
 
 
 @pytest.mark.parametrize("pad, filled", [(1, 1), (9, 9), (None, 0), (-1, 0)])
-def test_only_padding_after_the_end_is_masked_and_keeps_an_id_of_the_vocabulary(
-    pad: int | None, filled: int
-) -> None:
-    batch = collate(
-        [1, 5, 1], seq_length=5, eod=9, pad=pad, reset_position_ids=True, reset_attention_mask=True
-    )
+def test_only_padding_after_the_end_is_masked_and_keeps_an_id_of_the_vocabulary(pad: int | None, filled: int) -> None:
+    batch = collate([1, 5, 1], seq_length=5, eod=9, pad=pad, reset_position_ids=True, reset_attention_mask=True)
     assert batch.tokens.tolist() == [[1, 5, 1, filled, filled]]
     assert batch.labels.tolist() == [[5, 1, filled, filled, filled]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 0]]

@@ -70,9 +70,7 @@ def test_a_weight_that_is_not_positive_is_refused_wherever_it_stands(weight: str
         ({"data_path": ["nowhere/to/be/found"]}, r"nowhere/to/be/found\.idx: no such file"),
     ],
 )
-def test_flags_that_do_not_fit_together_are_refused(
-    options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_flags_that_do_not_fit_together_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         build(tmp_path, **options)
 
@@ -167,8 +165,7 @@ def test_samples_are_windows_of_the_documents_in_reading_order(
     assert isinstance(train, GPTDataset)
     stream = np.concatenate([train.source.get(int(document)) for document in train.index.document])
     windows = [
-        stream[begin : begin + seq_length + 1].tolist()
-        for begin in range(0, stream.size - seq_length, seq_length)
+        stream[begin : begin + seq_length + 1].tolist() for begin in range(0, stream.size - seq_length, seq_length)
     ]
     assert read_all(train) == [windows[number] for number in train.index.shuffle]
     assert len(train) >= (requested or 0)
@@ -203,9 +200,7 @@ def test_a_blend_has_the_requested_size_and_its_parts_a_surplus(tmp_path: Path) 
 
 
 def test_a_blend_that_draws_more_than_a_part_holds_names_the_surplus() -> None:
-    with pytest.raises(
-        ValueError, match=r"draws 3 samples from a, .* 2; a larger --mid-level-dataset-surplus"
-    ):
+    with pytest.raises(ValueError, match=r"draws 3 samples from a, .* 2; a larger --mid-level-dataset-surplus"):
         BlendedDataset(
             [[1, 2]],  # type: ignore[list-item]
             ["a"],
@@ -242,9 +237,7 @@ def test_a_dataset_too_small_for_a_split_takes_no_part_in_a_blend_by_size(
         build(tmp_path / "cache", data_path=[str(small)] * 3, split="80,20,0", num_samples=(2, 3, 0))
 
 
-def test_a_prolonged_run_keeps_its_order_and_appends_a_block(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prolonged_run_keeps_its_order_and_appends_a_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     corpus = str(numbered_corpus(tmp_path / "corpus", [7] * 30))
 
     def train(blocks: list[int]) -> list[list[int]]:

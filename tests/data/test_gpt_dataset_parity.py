@@ -41,9 +41,7 @@ def build(
     if "blend" in config:
         origin = {"data_path": words(config["blend"]), "split": config["split"]}
     else:
-        origin = {
-            f"{split}_data_path": words(blend) for split, blend in zip(SPLITS, config["blend_per_split"])
-        }
+        origin = {f"{split}_data_path": words(blend) for split, blend in zip(SPLITS, config["blend_per_split"])}
     datasets = build_gpt_datasets(
         num_samples=tuple(params["requested_num_samples"][split] for split in SPLITS),
         seq_length=config["sequence_length"],
@@ -74,9 +72,7 @@ def test_every_configuration_is_compared() -> None:
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "reference"])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_indices_are_megatron_lms(
-    name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_indices_are_megatron_lms(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if not compiled:
         monkeypatch.setattr(index_builder, "compiled_function", lambda name, reference_cost: None)
     params, datasets = build(name, monkeypatch, tmp_path)

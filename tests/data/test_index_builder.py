@@ -105,9 +105,7 @@ def test_samples_are_counted_in_64_bits() -> None:
     plan = plan_epochs(tokens_per_epoch=3_000_000_000, sequence_length=1000, requested=5_999_999)
     assert (plan.num_epochs, plan.num_samples) == (2, 5_999_999)
     # 32-bit floats count 2**24 + 1 as 2**24.
-    plan = plan_epochs(
-        tokens_per_epoch=2**24 + 2, sequence_length=1, requested=None, extra_tokens=1, keep_last=True
-    )
+    plan = plan_epochs(tokens_per_epoch=2**24 + 2, sequence_length=1, requested=None, extra_tokens=1, keep_last=True)
     assert plan.num_samples == 2**24 + 1
 
 
@@ -125,9 +123,7 @@ def test_the_last_epoch_may_give_one_sample_more_than_an_epoch_alone() -> None:
     lengths, documents = np.array([6], dtype=np.int32), np.zeros(1, np.int32)
     random = np.random.RandomState(1234)
     order = build_document_index(documents, plan, random)
-    rows = build_sample_index(
-        lengths, order, sequence_length=4, num_samples=plan.num_samples, total_tokens=18
-    )
+    rows = build_sample_index(lengths, order, sequence_length=4, num_samples=plan.num_samples, total_tokens=18)
     assert len(rows) - 1 >= 3
     assert rows[:, 0].max() < len(order)
     assert sorted(build_shuffle_index(plan, random).tolist()) == [0, 1, 2, 3]
@@ -140,9 +136,7 @@ def test_the_last_epoch_may_give_one_sample_more_than_an_epoch_alone() -> None:
     requested=st.integers(0, 300),
     extra=st.sampled_from([0, 1]),
 )
-def test_epochs_are_as_few_as_hold_the_request(
-    tokens: int, sequence_length: int, requested: int, extra: int
-) -> None:
+def test_epochs_are_as_few_as_hold_the_request(tokens: int, sequence_length: int, requested: int, extra: int) -> None:
     plan = plan_epochs(
         tokens_per_epoch=tokens, sequence_length=sequence_length, requested=requested, extra_tokens=extra
     )
@@ -158,9 +152,7 @@ def test_epochs_are_as_few_as_hold_the_request(
 
 
 @pytest.mark.parametrize("from_final, separate", [(1, True), (79, True), (80, False), (100, False)])
-def test_the_last_epoch_is_apart_when_less_than_four_fifths_of_it_are_needed(
-    from_final: int, separate: bool
-) -> None:
+def test_the_last_epoch_is_apart_when_less_than_four_fifths_of_it_are_needed(from_final: int, separate: bool) -> None:
     plan = plan_epochs(tokens_per_epoch=101, sequence_length=1, requested=100 + from_final)
     assert (plan.num_epochs, plan.separate_final_epoch) == (2, separate)
     assert plan.samples_before_final_epoch == (100 if separate else plan.num_samples)
@@ -190,9 +182,7 @@ def test_more_samples_than_tokens_are_an_error_and_not_a_read_past_the_end(
     weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9),
     size=st.integers(0, 400),
 )
-def test_compiled_and_numpy_blend_are_equal_and_never_far_from_the_weights(
-    weights: list[float], size: int
-) -> None:
+def test_compiled_and_numpy_blend_are_equal_and_never_far_from_the_weights(weights: list[float], size: int) -> None:
     shares = np.array(weights) / np.sum(weights)
     chosen, samples = build_blend_index(shares.tolist(), size)
     reference_chosen, reference_samples = blend_index_reference(shares, size)

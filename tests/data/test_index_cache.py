@@ -143,9 +143,7 @@ def test_the_lock_of_a_killed_owner_is_taken_over(tmp_path: Path, caplog: pytest
 
 
 @pytest.mark.parametrize("text", ['{"host": "another-host", "process": 1}', ""])
-def test_a_lock_that_nobody_touches_is_taken_over(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_nobody_touches_is_taken_over(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its owner died on another host, or before it wrote its name."""
     monkeypatch.setattr(index_cache, "STALE_SECONDS", 0.5)
     folder, log = tmp_path / "cache", tmp_path / "log"
@@ -189,9 +187,7 @@ def test_a_folder_that_was_asked_for_and_can_not_be_written_is_refused(tmp_path:
         get(IndexCache(blocked_folder(tmp_path, "file")))
 
 
-def test_without_a_folder_of_its_own_the_next_is_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_folder_of_its_own_the_next_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = tmp_path / "log"
     folders = (blocked_folder(tmp_path, "file"), tmp_path / "user")
     for _ in range(2):

@@ -255,9 +255,7 @@ def test_two_more_bytes_are_the_modes_of_two_sequences(tmp_path: Path) -> None:
         (34 + 8 + 16 + 8, struct.pack("<q", 5), "not in ascending order"),
     ],
 )
-def test_verify_finds_what_opening_does_not_read(
-    offset: int, value: bytes, message: str, tmp_path: Path
-) -> None:
+def test_verify_finds_what_opening_does_not_read(offset: int, value: bytes, message: str, tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "corpus", [[[1, 2, 3]], [[4, 5, 6]]])
     content = bytearray(Path(f"{prefix}.idx").read_bytes())
     content[offset : offset + len(value)] = value

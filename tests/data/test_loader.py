@@ -82,9 +82,7 @@ def test_batches_do_not_depend_on_the_number_of_workers(workers: int, cyclic: bo
 @pytest.mark.parametrize("micro, size", [(1, 1), (1, 4), (2, 2), (4, 1), (3, 4)])
 def test_a_step_has_the_same_samples_in_every_layout(workers: int, micro: int, size: int) -> None:
     consumed, global_batch = 24, 12
-    ranks = [
-        loader(Numbered(100), workers=workers, rank=rank, size=size, micro=micro) for rank in range(size)
-    ]
+    ranks = [loader(Numbered(100), workers=workers, rank=rank, size=size, micro=micro) for rank in range(size)]
     batches = [one.microbatches(consumed, global_batch // (micro * size)) for one in ranks]
     for one in ranks:
         one.close()

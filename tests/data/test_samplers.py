@@ -42,9 +42,7 @@ def test_a_step_reads_the_next_samples_in_order_whatever_the_layout(
 def test_one_rank_reads_its_part_of_each_microbatch() -> None:
     def positions(microbatch: int, rank: int) -> list[int]:
         return list(
-            microbatch_positions(
-                consumed=100, microbatch=microbatch, micro_batch_size=2, dp_rank=rank, dp_size=3
-            )
+            microbatch_positions(consumed=100, microbatch=microbatch, micro_batch_size=2, dp_rank=rank, dp_size=3)
         )
 
     assert positions(0, 0) == [100, 101]

@@ -43,9 +43,7 @@ def test_a_text_that_is_not_shares_is_refused(text: str) -> None:
         ("99990,8,2", (0.9999, 0.00008, 0.00002)),
     ],
 )
-def test_shares_are_relative_and_those_left_out_are_0(
-    text: str, expected: tuple[float, float, float]
-) -> None:
+def test_shares_are_relative_and_those_left_out_are_0(text: str, expected: tuple[float, float, float]) -> None:
     assert parse_split(text) == expected
 
 
@@ -71,9 +69,7 @@ def test_a_share_of_0_has_no_part() -> None:
     count=st.integers(0, 10**12),
 )
 def test_every_document_is_in_one_part(shares: tuple[float, float, float], count: int) -> None:
-    parts = [
-        part for part in split_ranges(parse_split(",".join(map(repr, shares))), count) if part is not None
-    ]
+    parts = [part for part in split_ranges(parse_split(",".join(map(repr, shares))), count) if part is not None]
     assert parts[0].start == 0
     assert parts[-1].stop == count
     assert all(before.stop == after.start for before, after in itertools.pairwise(parts))

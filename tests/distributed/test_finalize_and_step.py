@@ -54,8 +54,7 @@ def reference_run(query_groups: int) -> tuple[Arrays, Arrays, list[float]]:
     layout = Layout(query_groups=query_groups)
     shapes = toy_shards.global_shapes(layout)
     parameters = {
-        name: nn.Parameter(toy_shards.global_tensor("parameter", shape, name))
-        for name, shape in shapes.items()
+        name: nn.Parameter(toy_shards.global_tensor("parameter", shape, name)) for name, shape in shapes.items()
     }
     groups = [
         {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": DECAY},
@@ -194,9 +193,7 @@ def bad_gradient_before_reduction(rank: int, world_size: int) -> None:
     toy_shards.set_raw_gradients(chunk, state, step=0)
     if rank == 1:
         main_grad_of(chunk.trainable_parameters()[0]).view(-1)[0] = math.nan
-    finalize_model_grads(
-        [chunk], tensor=state.tensor, embedding=state.embedding, data=state.data, check_finite=True
-    )
+    finalize_model_grads([chunk], tensor=state.tensor, embedding=state.embedding, data=state.data, check_finite=True)
 
 
 def test_the_rank_that_made_a_bad_gradient_is_named_with_the_parameter() -> None:

@@ -67,9 +67,7 @@ def qkv_pieces(query_groups: int, group: CommGroup) -> tuple[Piece, ...]:
     for i in (0, 1):  # keys and values, as two runs
         key_start = start + HEADS // query_groups * HEAD_DIM + i * HEAD_DIM
         local = queries + i * HEAD_DIM
-        pieces.append(
-            Piece(local=local, start=key_start, length=HEAD_DIM, holders=holders, owned=within == 0)
-        )
+        pieces.append(Piece(local=local, start=key_start, length=HEAD_DIM, holders=holders, owned=within == 0))
     return tuple(pieces)
 
 
@@ -80,15 +78,11 @@ def shards_of_stage(layout: Layout, state: ParallelState) -> dict[str, tuple[Sha
     stage, last = state.pipeline.rank, state.pipeline.size - 1
     shards: dict[str, tuple[Shard, tuple[int, ...]]] = {}
 
-    def add(
-        name: str, shape: tuple[int, ...], local: tuple[int, ...], dim: int | None, **fields: object
-    ) -> None:
+    def add(name: str, shape: tuple[int, ...], local: tuple[int, ...], dim: int | None, **fields: object) -> None:
         pieces = fields.pop("pieces", None) or (
             whole_pieces(shape[0], group) if dim is None else even_pieces(shape[dim], group)
         )
-        shard = Shard(
-            name=name, global_shape=shape, dim=dim, pieces=pieces, group=group, init=Init.zeros(), **fields
-        )
+        shard = Shard(name=name, global_shape=shape, dim=dim, pieces=pieces, group=group, init=Init.zeros(), **fields)
         shards[name.replace(".", "_")] = (shard, local)
 
     padded = -(-(VOCABULARY + 1) // t) * t  # one row of padding at least, and a rank without a token at t = 8
@@ -166,9 +160,7 @@ def set_raw_gradients(chunk: DistributedDataParallel, state: ParallelState, step
 
 def true_gradients(layout: Layout, step: int) -> dict[str, Tensor]:
     """The gradients of the global model, by global name."""
-    return {
-        name: global_tensor(f"gradient {step}", shape, name) for name, shape in global_shapes(layout).items()
-    }
+    return {name: global_tensor(f"gradient {step}", shape, name) for name, shape in global_shapes(layout).items()}
 
 
 def global_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:

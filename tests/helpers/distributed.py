@@ -26,9 +26,7 @@ class RankFailure(AssertionError):
     """One or more ranks raised, died or did not come back; the text holds each one's traceback."""
 
 
-def run_distributed(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60.0
-) -> list[Any]:
+def run_distributed(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60.0) -> list[Any]:
     """Call `function(rank, world_size, *arguments)` on `world_size` ranks; the results in rank order.
 
     `function` must be defined at the top of a module. `torch.distributed` is initialised over gloo, also for one rank.
@@ -42,7 +40,9 @@ def run_distributed(
         for rank in range(world_size):
             receiver, sender = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
-                target=_rank_main, args=(sender, function, rank, world_size, str(store), arguments, timeout), daemon=True
+                target=_rank_main,
+                args=(sender, function, rank, world_size, str(store), arguments, timeout),
+                daemon=True,
             )
             process.start()
             sender.close()

@@ -23,8 +23,8 @@ from megatron.training.setup import gpt_model
 from megatron.training.train_step import train_step
 from pretrain_gpt import forward_step
 
-# A GPT that every tensor-parallel size up to 8 divides, 3 too, with a vocabulary that none does, on data whose documents
-# end in the middle of samples, so that token counts differ between micro-batches.
+# A GPT that every tensor-parallel size up to 8 divides, 3 too, with a vocabulary that none does, on data whose
+# documents end in the middle of samples, so that token counts differ between micro-batches.
 TINY_GPT = [
     *("--num-layers", "4", "--hidden-size", "48", "--num-attention-heads", "24", "--kv-channels", "4"),
     *("--ffn-hidden-size", "96", "--seq-length", "24", "--max-position-embeddings", "24"),

@@ -133,9 +133,7 @@ def from_llama(tensors: Mapping[str, Tensor], config: TransformerConfig) -> dict
             parts = [tensors[f"{theirs}self_attn.{part}_proj.{kind}"] for part in "qkv"]
             ours[f"{mine}self_attention.linear_qkv.{kind}"] = by_group(*parts, config)
         for part in "qk" if config.qk_layernorm else "":
-            ours[f"{mine}self_attention.{part}_layernorm.weight"] = tensors[
-                f"{theirs}self_attn.{part}_norm.weight"
-            ]
+            ours[f"{mine}self_attention.{part}_layernorm.weight"] = tensors[f"{theirs}self_attn.{part}_norm.weight"]
     return ours
 
 
@@ -179,9 +177,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         LLAMA_LIKE | {"rotary_base": 500000, "use_rope_scaling": True},
     ),
     "llama linear rope scaling": (
-        lambda: LlamaForCausalLM(
-            LlamaConfig(**SIZES, rms_norm_eps=1e-6, **rope(rope_type="linear", factor=4.0))
-        ),
+        lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rms_norm_eps=1e-6, **rope(rope_type="linear", factor=4.0))),
         LLAMA_LIKE | {"rotary_seq_len_interpolation_factor": 4.0},
     ),
     "qwen2": (

@@ -61,9 +61,7 @@ def test_a_later_token_changes_no_bit_of_an_earlier_logit(
 
 @pytest.mark.parametrize("window", [None, (5, 0)])
 @pytest.mark.parametrize("positions", ["learned_absolute", "rope", "alibi", "none"])
-def test_documents_in_one_sequence_are_as_if_each_were_alone(
-    positions: str, window: tuple[int, int] | None
-) -> None:
+def test_documents_in_one_sequence_are_as_if_each_were_alone(positions: str, window: tuple[int, int] | None) -> None:
     model = build(tiny_config(position_embedding_type=positions, window_size=window))
     jitter(model)
     tokens, position_ids, labels = batch()
@@ -135,16 +133,12 @@ def test_qkv_rows_of_nine_heads_in_three_groups() -> None:
 
 def group_of(size: int, rank: int) -> CommGroup:
     """A group that is never communicated over; `process_group` only has to be there."""
-    return CommGroup(
-        name="tensor", ranks=tuple(range(size)), rank=rank, process_group=torch.distributed.group
-    )  # type: ignore[arg-type]
+    return CommGroup(name="tensor", ranks=tuple(range(size)), rank=rank, process_group=torch.distributed.group)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_every_rank_gets_whole_groups_in_one_run(size: int) -> None:
-    config = tiny_config(
-        hidden_size=96, num_attention_heads=12, group_query_attention=True, num_query_groups=6
-    )
+    config = tiny_config(hidden_size=96, num_attention_heads=12, group_query_attention=True, num_query_groups=6)
     part = (12 + 2 * 6) * 8 // size
     for rank in range(size):
         mine = local_heads(config, group_of(size, rank))
@@ -154,9 +148,7 @@ def test_every_rank_gets_whole_groups_in_one_run(size: int) -> None:
 
 @pytest.mark.parametrize("size", [4, 8])
 def test_with_fewer_groups_than_ranks_keys_and_values_are_held_by_several(size: int) -> None:
-    config = tiny_config(
-        hidden_size=64, num_attention_heads=8, group_query_attention=True, num_query_groups=2
-    )
+    config = tiny_config(hidden_size=64, num_attention_heads=8, group_query_attention=True, num_query_groups=2)
     queries, holders = 8 // size * 8, size // 2
     owned = set()
     for rank in range(size):
@@ -168,10 +160,7 @@ def test_with_fewer_groups_than_ranks_keys_and_values_are_held_by_several(size: 
             Piece(local=queries, start=base + 4 * 8, length=16, holders=holders, owned=within == 0),
         )
         owned.update(
-            row
-            for piece in mine.rows
-            if piece.owned
-            for row in range(piece.start, piece.start + piece.length)
+            row for piece in mine.rows if piece.owned for row in range(piece.start, piece.start + piece.length)
         )
     assert owned == set(range((8 + 4) * 8)), "each row of the global weight has one owner"
 

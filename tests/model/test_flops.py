@@ -86,7 +86,5 @@ def test_parameters_of_known_models() -> None:
         untie_embeddings_and_output_weights=True,
     )
     assert parameter_count(llama2_7b, 32000) == 6_738_415_616
-    gpt2 = TransformerConfig(
-        num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024
-    )
+    gpt2 = TransformerConfig(num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024)
     assert parameter_count(gpt2, 50257) == 124_439_808

@@ -42,9 +42,7 @@ def drawn_values(shard: Shard, local_shape: tuple[int, ...] | None = None, *, se
 
 
 @pytest.mark.parametrize("block", [1, 30, 64, 2**20])
-def test_every_part_of_a_tensor_is_that_part_of_the_whole(
-    block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_part_of_a_tensor_is_that_part_of_the_whole(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(init, "BLOCK_ELEMENTS", block)
     whole = drawn_values(normal_shard((20, 10)))
     held = (Piece(local=0, start=3, length=4), Piece(local=6, start=11, length=9))
@@ -53,9 +51,7 @@ def test_every_part_of_a_tensor_is_that_part_of_the_whole(
     assert_bitwise(rows[6:15], whole[11:20])
     for padding in (rows[4:6], rows[15:]):
         assert torch.all(padding == 0), "rows in no piece are zero"
-    columns = drawn_values(
-        normal_shard((20, 10), dim=1, pieces=(Piece(local=0, start=5, length=5),)), (20, 5)
-    )
+    columns = drawn_values(normal_shard((20, 10), dim=1, pieces=(Piece(local=0, start=5, length=5),)), (20, 5))
     assert_bitwise(columns, whole[:, 5:])
 
 
@@ -134,15 +130,11 @@ def test_standard_deviations(untied: bool) -> None:
 
 
 def test_embeddings_may_have_a_deviation_of_their_own() -> None:
-    config = tiny_config(
-        hidden_size=128, embedding_init_method_std=1.0, untie_embeddings_and_output_weights=True
-    )
+    config = tiny_config(hidden_size=128, embedding_init_method_std=1.0, untie_embeddings_and_output_weights=True)
     model = build(config, vocab_size=1000, dtype=torch.float32)
     assert model.embedding is not None
     assert float(model.embedding.word_embeddings.weight.detach().std()) == pytest.approx(1.0, rel=0.02)
-    assert float(dict(model.named_parameters())["output_layer.weight"].detach().std()) == pytest.approx(
-        0.2, rel=0.02
-    )
+    assert float(dict(model.named_parameters())["output_layer.weight"].detach().std()) == pytest.approx(0.2, rel=0.02)
 
 
 def stages(config: TransformerConfig, cuts: tuple[int, ...]) -> Iterator[StageLayout]:

@@ -62,9 +62,7 @@ def test_both_conventions_are_one_function_of_permuted_channels() -> None:
 
 
 def test_rotation_keeps_lengths_and_the_channels_beyond_its_part() -> None:
-    config = tiny_config(
-        hidden_size=512, num_attention_heads=4, position_embedding_type="rope", rotary_percent=0.25
-    )
+    config = tiny_config(hidden_size=512, num_attention_heads=4, position_embedding_type="rope", rotary_percent=0.25)
     table = rotary_table(config, positions(*range(50)), torch.float64)
     x = torch.randn(50, 1, 3, 128, dtype=torch.float64)
     for interleaved in (False, True):
@@ -76,9 +74,7 @@ def test_rotation_keeps_lengths_and_the_channels_beyond_its_part() -> None:
 
 
 def test_llama3_scaling_slows_only_the_slow_pairs() -> None:
-    config = tiny_config(
-        hidden_size=512, num_attention_heads=4, position_embedding_type="rope", use_rope_scaling=True
-    )
+    config = tiny_config(hidden_size=512, num_attention_heads=4, position_embedding_type="rope", use_rope_scaling=True)
     plain, scaled = rotary_frequencies(CONFIG, CPU), rotary_frequencies(config, CPU)
     turns = 8192 * plain / (2 * torch.pi)
     assert_bitwise(scaled[turns > 4], plain[turns > 4])

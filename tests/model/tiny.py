@@ -79,9 +79,7 @@ def build(
         config,
         stage=whole(config) if stage is None else stage,
         vocab_size=vocab_size,
-        padded_vocab_size=-(-vocab_size // group.size) * group.size
-        if padded_vocab_size is None
-        else padded_vocab_size,
+        padded_vocab_size=-(-vocab_size // group.size) * group.size if padded_vocab_size is None else padded_vocab_size,
         tensor_group=group,
         sequence_parallel=sequence_parallel,
         dtype=dtype,

@@ -17,9 +17,7 @@ RUNS = (
     HyperRun(length=128, lr_multiplier=0.25),
     HyperRun(length=640),
 )
-HYPER = AdamHyperParameters(
-    step=3, lr=0.01, weight_decay=0.1, beta1=0.9, beta2=0.99, eps=1e-6, gradient_scale=3.7
-)
+HYPER = AdamHyperParameters(step=3, lr=0.01, weight_decay=0.1, beta1=0.9, beta2=0.99, eps=1e-6, gradient_scale=3.7)
 
 
 def tensors(dtype: torch.dtype, length: int = 1024) -> list[Tensor]:

@@ -51,9 +51,7 @@ def test_a_fixed_scale_stays() -> None:
     assert scaler.scale == 4096.0
 
 
-@pytest.mark.parametrize(
-    "change", [{"min_scale": 0.0}, {"min_scale": 1e30}, {"growth_interval": 0}, {"hysteresis": 0}]
-)
+@pytest.mark.parametrize("change", [{"min_scale": 0.0}, {"min_scale": 1e30}, {"growth_interval": 0}, {"hysteresis": 0}])
 def test_impossible_settings_are_refused_by_flag(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="--"):
         DynamicGradScaler(

@@ -43,9 +43,7 @@ def snapshot(chunk: DistributedDataParallel, optimizer: MegatronOptimizer) -> di
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("rule", [AdamW(), SGD()], ids=str)
-def test_main_parameters_follow_a_float32_run_and_the_model_is_their_rounding(
-    dtype: torch.dtype, rule: Any
-) -> None:
+def test_main_parameters_follow_a_float32_run_and_the_model_is_their_rounding(dtype: torch.dtype, rule: Any) -> None:
     low = toy_model(dtype)
     single = toy_model(dtype).float()  # the same first values
     chunks = [data_parallel(low), data_parallel(single)]
@@ -121,9 +119,7 @@ def test_an_overflow_in_the_backward_pass_of_a_float16_model_is_seen() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_without_a_loss_scale_a_bad_gradient_is_reported_and_changes_nothing(
-    dtype: torch.dtype, bad: float
-) -> None:
+def test_without_a_loss_scale_a_bad_gradient_is_reported_and_changes_nothing(dtype: torch.dtype, bad: float) -> None:
     chunk = data_parallel(toy_model(dtype))
     optimizer = optimizer_of([chunk], clip_grad=1.0)
     optimizer.set_schedule(0.01, 0.1)
@@ -219,9 +215,7 @@ def test_float64_training_makes_no_tensor_of_another_floating_point_type(rule: s
     assert {dtype for dtype in seen.dtypes if dtype.is_floating_point} == {torch.float64}
 
 
-def trained(
-    model: nn.Module, steps: range, saved: tuple[dict[str, Any], dict[str, Tensor]] | None = None
-) -> Any:
+def trained(model: nn.Module, steps: range, saved: tuple[dict[str, Any], dict[str, Tensor]] | None = None) -> Any:
     """Optionally resume from (scalars, tensors), then train; returns (chunk, optimizer)."""
     chunk = data_parallel(model)
     scaler = DynamicGradScaler(initial_scale=64.0, min_scale=1.0, growth_interval=2, hysteresis=2)
@@ -313,9 +307,7 @@ def test_state_is_named_after_global_parameters_and_kinds() -> None:
         ({"precision": "fp64"}, 1.0, False),
     ],
 )
-def test_the_loss_scale_that_a_configuration_asks_for(
-    config: dict[str, Any], scale: float, moves: bool
-) -> None:
+def test_the_loss_scale_that_a_configuration_asks_for(config: dict[str, Any], scale: float, moves: bool) -> None:
     settings = OptimizerConfig(lr=0.1, hysteresis=1, **config)
     model = toy_model(settings.params_dtype)
     chunk = DistributedDataParallel(model, data_group=CommGroup.single(), grad_dtype=settings.main_dtype)

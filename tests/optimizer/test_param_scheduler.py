@@ -37,9 +37,7 @@ def test_values_of_every_style(case: dict[str, Any]) -> None:
     for num_steps, lr, weight_decay in case["rows"]:
         scheduler.step(num_steps - scheduler.num_steps)
         assert scheduler.lr == pytest.approx(lr, rel=1e-12, abs=0)
-        assert scheduler.weight_decay * weight_decay_multiplier == pytest.approx(
-            weight_decay, rel=1e-12, abs=0
-        )
+        assert scheduler.weight_decay * weight_decay_multiplier == pytest.approx(weight_decay, rel=1e-12, abs=0)
 
 
 def test_the_fixture_covers_every_style() -> None:
@@ -114,9 +112,7 @@ DIFFERENCES = [
 
 
 @pytest.mark.parametrize("key, value, flag", DIFFERENCES)
-def test_a_changed_schedule_is_refused_overridden_or_taken_from_the_checkpoint(
-    key: str, value: Any, flag: str
-) -> None:
+def test_a_changed_schedule_is_refused_overridden_or_taken_from_the_checkpoint(key: str, value: Any, flag: str) -> None:
     saved = scheduler_of({**VALUES, key: value})
     saved.step(100)
     state = json.loads(json.dumps(saved.state_dict()))

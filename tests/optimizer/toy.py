@@ -47,9 +47,7 @@ def with_whole_shards(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         shape = tuple(parameter.shape)
         pieces = whole_pieces(shape[0] if shape else 1, group)
-        set_shard(
-            parameter, Shard(global_shape=shape, dim=None, pieces=pieces, group=group, init=Init.zeros())
-        )
+        set_shard(parameter, Shard(global_shape=shape, dim=None, pieces=pieces, group=group, init=Init.zeros()))
     name_parameters(model)
     return model
 

@@ -115,7 +115,7 @@ def all_cases() -> Iterable[Case]:
 
 
 def layout_product() -> list[Case]:
-    """Every layout, each with one model: the model's properties take turns, so that all of them meet all layouts' parts.
+    """Every layout, each with one model: the properties of the model are drawn, so that all meet all parts of layouts.
 
     The full product with the models would repeat layouts a hundred times over.
     """

@@ -1,4 +1,4 @@
-"""Any two layouts train the same model: in float64 losses, gradients, norms and weights agree with one rank to 1e-10."""
+"""Any two layouts train the same model: in float64 losses, gradients, norms and weights agree with one rank."""
 
 from __future__ import annotations
 
@@ -31,12 +31,8 @@ def check_parity(case: Case) -> None:
         assert losses_of(ranks, step) == pytest.approx(expected[step].losses, rel=PARITY_FP64)
         norms = [rank[step].grad_norm for rank in ranks]
         assert norms == pytest.approx([expected[step].grad_norm] * len(ranks), rel=PARITY_FP64)
-        assert_all_parity(
-            assemble(rank[step].gradients for rank in ranks), assemble([expected[step].gradients])
-        )
-        assert_all_parity(
-            assemble(rank[step].parameters for rank in ranks), assemble([expected[step].parameters])
-        )
+        assert_all_parity(assemble(rank[step].gradients for rank in ranks), assemble([expected[step].gradients]))
+        assert_all_parity(assemble(rank[step].parameters for rank in ranks), assemble([expected[step].parameters]))
 
 
 @pytest.mark.parametrize("case", COVER, ids=str)

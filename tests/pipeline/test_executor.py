@@ -195,9 +195,7 @@ def train_with_group_sizes(rank: int, world_size: int) -> None:
     executor, chunks = make_executor(pipeline_group(rank, world_size), layout)
     for group_size in (world_size, world_size + 1, 2 * world_size):
         for num in (world_size - 1, 2 * world_size + 1, 3 * world_size):
-            plans = build_plan(
-                "1f1b", num_stages=world_size, num_chunks=2, num_microbatches=num, group_size=group_size
-            )
+            plans = build_plan("1f1b", num_stages=world_size, num_chunks=2, num_microbatches=num, group_size=group_size)
             what = f"groups {microbatch_groups(world_size, num, group_size)}"
             train_and_compare(executor, chunks, plans, layout, num, what)
 
@@ -211,9 +209,7 @@ def train_in_two_pipelines(rank: int, world_size: int) -> None:
     pipelines = [tuple(range(first, world_size, 2)) for first in range(2)]
     process_groups = [dist.new_group(list(ranks)) for ranks in pipelines]
     mine = rank % 2
-    group = CommGroup(
-        name="pipeline", ranks=pipelines[mine], rank=rank // 2, process_group=process_groups[mine]
-    )
+    group = CommGroup(name="pipeline", ranks=pipelines[mine], rank=rank // 2, process_group=process_groups[mine])
     layout = toy.layout_for(group.size, 2, 2 * group.size)
     executor, chunks = make_executor(group, layout)
     for num in (2 + mine, 5 - mine):
@@ -344,8 +340,7 @@ def test_a_forward_step_that_returns_something_else_is_told_so(result: object, e
 
 def test_hidden_states_of_another_shape_are_refused_before_they_are_sent() -> None:
     pieces = tuple(
-        StageLayout(stage=0, chunk=c, layers=range(c, c + 1), has_embedding=c == 0, has_output=c == 1)
-        for c in range(2)
+        StageLayout(stage=0, chunk=c, layers=range(c, c + 1), has_embedding=c == 0, has_output=c == 1) for c in range(2)
     )
     layout = PipelineLayout(num_stages=1, num_chunks=2, chunks=(pieces,))
     executor, _ = make_executor(CommGroup.single("pipeline"), layout)

@@ -17,9 +17,7 @@ VOCABULARY = 1000
 
 
 def model_of(num_layers: int, **settings: Any) -> TransformerConfig:
-    return TransformerConfig(
-        **{"num_layers": num_layers, "hidden_size": 128, "num_attention_heads": 8, **settings}
-    )
+    return TransformerConfig(**{"num_layers": num_layers, "hidden_size": 128, "num_attention_heads": 8, **settings})
 
 
 def layout_of(num_layers: int, stages: int, vocabulary: int = VOCABULARY, **parallel: Any) -> PipelineLayout:
@@ -39,9 +37,7 @@ def assert_sound(layout: PipelineLayout, num_layers: int) -> None:
     assert [chunk.has_embedding for chunk in order] == [True] + [False] * (len(order) - 1)
     assert [chunk.has_output for chunk in order] == [False] * (len(order) - 1) + [True]
     for stage, chunks in enumerate(layout.chunks):
-        assert [(chunk.stage, chunk.chunk) for chunk in chunks] == [
-            (stage, c) for c in range(layout.num_chunks)
-        ]
+        assert [(chunk.stage, chunk.chunk) for chunk in chunks] == [(stage, c) for c in range(layout.num_chunks)]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -308,6 +304,5 @@ def test_a_layout_can_be_looked_at() -> None:
         "1      0      2-3                2.00",
         "       1      6-6     output     2.00",
         "       all                       4.00",
-        "cost in transformer layers; the largest stage has 4.00, the mean is 4.00: "
-        "stages wait 0.0% of the time for it",
+        "cost in transformer layers; the largest stage has 4.00, the mean is 4.00: stages wait 0.0% of the time for it",
     ]

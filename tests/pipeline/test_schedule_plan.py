@@ -124,8 +124,7 @@ def test_stages_that_wait_for_each_other_are_named() -> None:
     with pytest.raises(PipelineDeadlock) as deadlock:
         check_plan((first, second), num_microbatches=2)
     assert str(deadlock.value) == (
-        "deadlock: stage 0, action B0.0 waits for B0.0 of stage 1; "
-        "stage 1, action F0.1 waits for F0.1 of stage 0"
+        "deadlock: stage 0, action B0.0 waits for B0.0 of stage 1; stage 1, action F0.1 waits for F0.1 of stage 0"
     )
 
 
@@ -195,9 +194,7 @@ def test_consumer_and_producer_are_inverse_and_follow_the_model() -> None:
             stage, action = following
             visited.append(following)
         order = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
-        assert [(stage, action.chunk) for stage, action in visited] == order[
-            :: 1 if kind is Kind.FORWARD else -1
-        ]
+        assert [(stage, action.chunk) for stage, action in visited] == order[:: 1 if kind is Kind.FORWARD else -1]
         assert producer(*start, 3, 2) is None
 
 

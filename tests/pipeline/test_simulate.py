@@ -48,9 +48,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(num_stages: int, num_chun
                 group_size=group_size,
             )
             for forward_time, backward_time in TIMES[:2]:
-                timeline = simulate(
-                    plans, num_chunks=num_chunks, duration=uniform(forward_time, backward_time)
-                )
+                timeline = simulate(plans, num_chunks=num_chunks, duration=uniform(forward_time, backward_time))
                 slots = num * num_chunks + num_stages - 1
                 assert timeline.makespan == slots * (forward_time + backward_time), (num, group_size)
                 assert timeline.bubble_fraction == pytest.approx((num_stages - 1) / (num * num_chunks))
@@ -61,10 +59,7 @@ def test_1f1b_keeps_as_many_micro_batches_alive_as_stages_follow(num_stages: int
     for num in range(1, 20):
         for stage, plan in enumerate(build_plan("1f1b", num_stages=num_stages, num_microbatches=num)):
             assert peak_live(plan) == min(num_stages - stage, num)
-        assert all(
-            peak_live(plan) == num
-            for plan in build_plan("gpipe", num_stages=num_stages, num_microbatches=num)
-        )
+        assert all(peak_live(plan) == num for plan in build_plan("gpipe", num_stages=num_stages, num_microbatches=num))
 
 
 @pytest.mark.parametrize("num_chunks", [2, 3])
@@ -97,9 +92,7 @@ def test_messages_that_take_time_show_in_the_makespan_and_start_no_action_early(
 def test_every_action_starts_after_its_inputs_and_a_stage_does_one_thing_at_a_time() -> None:
     plans = build_plan("1f1b", num_stages=3, num_microbatches=5, num_chunks=2)
     timeline = simulate(plans, num_chunks=2)
-    end = {
-        (stage, event.action): event.end for stage, events in enumerate(timeline.stages) for event in events
-    }
+    end = {(stage, event.action): event.end for stage, events in enumerate(timeline.stages) for event in events}
     for stage, events in enumerate(timeline.stages):
         for before, after in pairwise(events):
             assert before.end <= after.start
@@ -126,9 +119,7 @@ def test_a_plan_can_be_looked_at() -> None:
 
 
 def test_a_plan_with_chunks_can_be_looked_at() -> None:
-    picture = draw(
-        build_plan("1f1b", num_stages=2, num_microbatches=2, num_chunks=2), num_chunks=2, backward_time=1
-    )
+    picture = draw(build_plan("1f1b", num_stages=2, num_microbatches=2, num_chunks=2), num_chunks=2, backward_time=1)
     assert picture.splitlines() == [
         "stage 0  |F0.0 F0.1 F1.0 F1.1      B1.0      B1.1 B0.0 B0.1 | alive 4",
         "stage 1  |     F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 B0.0 B0.1      | alive 3",

@@ -55,16 +55,12 @@ def check_against_torch(rank: int, world_size: int, vocab_size: int, smoothing: 
 
     logits = local_logits(whole.detach(), rank, world_size, extra).requires_grad_()
     before = logits.detach().clone()
-    loss = vocab_parallel_cross_entropy(
-        logits, target, group=group, vocab_size=vocab_size, label_smoothing=smoothing
-    )
+    loss = vocab_parallel_cross_entropy(logits, target, group=group, vocab_size=vocab_size, label_smoothing=smoothing)
     (loss * weights).sum().backward()
     assert logits.grad is not None
 
     assert_parity(loss.detach(), theirs.detach(), "loss")
-    reference = cross_entropy_reference(
-        whole.detach(), target, vocab_size=vocab_size, label_smoothing=smoothing
-    )
+    reference = cross_entropy_reference(whole.detach(), target, vocab_size=vocab_size, label_smoothing=smoothing)
     assert_parity(reference, theirs.detach(), "reference")
     width = logits.shape[-1]
     valid = min(max(vocab_size - rank * width, 0), width)
@@ -128,9 +124,7 @@ def check_extremes(rank: int, world_size: int) -> None:
 
     def loss_and_gradient(whole: Tensor, target: int) -> tuple[Tensor, Tensor]:
         logits = local_logits(whole.view(1, 1, -1), rank, world_size).requires_grad_()
-        loss = vocab_parallel_cross_entropy(
-            logits, torch.tensor([[target]]), group=group, vocab_size=whole.numel()
-        )
+        loss = vocab_parallel_cross_entropy(logits, torch.tensor([[target]]), group=group, vocab_size=whole.numel())
         loss.sum().backward()
         assert logits.grad is not None
         return loss.detach(), logits.grad

@@ -215,9 +215,7 @@ def test_sequence_parallel_linear_stores_only_its_own_positions() -> None:
 class TiedModel(nn.Module):
     """Embedding, a pair, and the embedding table again as output head."""
 
-    def __init__(
-        self, group: CommGroup, sequence_parallel: bool, vocab_size: int, padded_vocab_size: int
-    ) -> None:
+    def __init__(self, group: CommGroup, sequence_parallel: bool, vocab_size: int, padded_vocab_size: int) -> None:
         super().__init__()
         self.group, self.sequence_parallel, self.vocab_size = group, sequence_parallel, vocab_size
         self.embedding = VocabParallelEmbedding(
@@ -253,9 +251,7 @@ class DenseTiedModel(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         hidden = F.embedding(tokens.t(), self.weight)
         hidden = hidden + self.pair(hidden)
-        return F.cross_entropy(
-            (hidden @ self.weight.t()).flatten(0, 1), labels.t().flatten(), reduction="none"
-        )
+        return F.cross_entropy((hidden @ self.weight.t()).flatten(0, 1), labels.t().flatten(), reduction="none")
 
 
 def check_tied_model(
@@ -326,9 +322,7 @@ def out_of_vocabulary_is_an_error(rank: int, world_size: int, token: int) -> boo
 
 
 @pytest.mark.parametrize(("token", "failing"), [(24, [False, False, True]), (-1, [True, False, False])])
-def test_a_token_outside_the_vocabulary_is_an_error_on_the_rank_at_that_end(
-    token: int, failing: list[bool]
-) -> None:
+def test_a_token_outside_the_vocabulary_is_an_error_on_the_rank_at_that_end(token: int, failing: list[bool]) -> None:
     assert run_distributed(out_of_vocabulary_is_an_error, 3, token) == failing
 
 
@@ -525,9 +519,7 @@ def test_low_precision_gradients_are_summed_in_the_precision_of_main_grad() -> N
     single = CommGroup.single("tensor")
     for size in (1.0, 2.0**-12):  # their sum is lost in bfloat16
         x = torch.full((1, 1, 8), size, dtype=torch.bfloat16)
-        y = parallel_linear(
-            x, weight, None, group=single, sequence_parallel=False, input_gradient_reduce=True
-        )
+        y = parallel_linear(x, weight, None, group=single, sequence_parallel=False, input_gradient_reduce=True)
         y.sum().backward()
     assert weight.grad is None
     assert_bitwise(weight.main_grad, torch.full((4, 8), 1.0 + 2.0**-12))  # type: ignore[attr-defined]

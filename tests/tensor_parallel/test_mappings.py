@@ -24,9 +24,7 @@ REGIONS = {
     "gather sequence, reduce-scatter": lambda x, g: mappings.gather_from_sequence_parallel_region(
         x, g, backward="reduce_scatter"
     ),
-    "gather sequence, scatter": lambda x, g: mappings.gather_from_sequence_parallel_region(
-        x, g, backward="scatter"
-    ),
+    "gather sequence, scatter": lambda x, g: mappings.gather_from_sequence_parallel_region(x, g, backward="scatter"),
     "reduce-scatter sequence": lambda x, g: mappings.reduce_scatter_to_sequence_parallel_region(x, g),
     "all-to-all": lambda x, g: mappings.all_to_all_between_dims(x, g, split_dim=2, concat_dim=0),
 }

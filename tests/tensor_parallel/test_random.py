@@ -175,9 +175,7 @@ def test_mask_of_a_sequence_parallel_rank_is_its_slice_of_the_whole_mask(size: i
     for rank in range(size):
         layer = HiddenDropout(0.3, layer=3, site=1, group=group_member(rank, size), sequence_parallel=True)
         parts.append(layer(x.chunk(size)[rank], stream()))
-        replicated = HiddenDropout(
-            0.3, layer=3, site=1, group=group_member(rank, size), sequence_parallel=False
-        )
+        replicated = HiddenDropout(0.3, layer=3, site=1, group=group_member(rank, size), sequence_parallel=False)
         assert_bitwise(replicated(x, stream()), whole, "without sequence parallelism")
     assert_bitwise(torch.cat(parts), whole)
 
@@ -207,9 +205,7 @@ def test_mask_of_attention_heads_queries_and_keys_is_a_slice_of_the_whole_mask(s
 def test_mask_of_a_sample_does_not_depend_on_the_micro_batch_it_comes_in() -> None:
     x = torch.randn(S, B, H)
     whole = single_hidden_dropout(0.1)(x, stream())
-    one_by_one = [
-        single_hidden_dropout(0.1)(x[:, i : i + 1], stream(samples=torch.tensor([40 + i]))) for i in range(B)
-    ]
+    one_by_one = [single_hidden_dropout(0.1)(x[:, i : i + 1], stream(samples=torch.tensor([40 + i]))) for i in range(B)]
     assert_bitwise(torch.cat(one_by_one, dim=1), whole)
     order = torch.tensor([2, 0, 3, 1])
     assert_bitwise(single_hidden_dropout(0.1)(x[:, order], stream(samples=order + 40)), whole[:, order])

@@ -57,9 +57,7 @@ def test_a_missing_flag_is_named(tokenizer_type: TokenizerType, flag: str) -> No
 
 def test_an_unknown_type_is_refused_with_those_that_work() -> None:
     config = TokenizerConfig(tokenizer_type="WordTokenizer")  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"--tokenizer-type WordTokenizer is not known: choose one of .*Byte"
-    ):
+    with pytest.raises(ValueError, match=r"--tokenizer-type WordTokenizer is not known: choose one of .*Byte"):
         build_tokenizer(config)
 
 

@@ -36,9 +36,7 @@ def test_null_reads_ids_and_writes_them(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("eod_id", "expected"), [(None, 511), (0, 0), (511, 511)])
-def test_null_has_vocab_size_entries_and_ends_documents_with_the_last(
-    eod_id: int | None, expected: int
-) -> None:
+def test_null_has_vocab_size_entries_and_ends_documents_with_the_last(eod_id: int | None, expected: int) -> None:
     tokenizer = NullTokenizer(512, eod_id=eod_id)
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos, tokenizer.pad) == (512, expected, None, None)
 

@@ -36,9 +36,7 @@ def train(path: Path, **options: object) -> Path:
 def lossless(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
     path = tmp_path_factory.mktemp("model") / "lossless.model"
     return SentencePieceTokenizer(
-        train(
-            path, vocab_size=300, control_symbols=["<|u2581|>"], user_defined_symbols=["\n", "▁▁"], **LOSSLESS
-        )
+        train(path, vocab_size=300, control_symbols=["<|u2581|>"], user_defined_symbols=["\n", "▁▁"], **LOSSLESS)
     )
 
 
@@ -56,9 +54,7 @@ def test_encoding_adds_neither_bos_nor_eod() -> None:
 
 
 def test_an_end_of_document_piece_that_is_not_the_eos_is_found_by_name(tmp_path: Path) -> None:
-    model = train(
-        tmp_path / "m.model", vocab_size=40, eos_id=-1, bos_id=-1, control_symbols=["<|endoftext|>"]
-    )
+    model = train(tmp_path / "m.model", vocab_size=40, eos_id=-1, bos_id=-1, control_symbols=["<|endoftext|>"])
     tokenizer = SentencePieceTokenizer(model)
     assert tokenizer.eod == 1  # after <unk>
     assert tokenizer.bos is None
@@ -72,9 +68,7 @@ def test_a_model_without_an_end_of_document_is_refused(tmp_path: Path) -> None:
 
 def test_a_piece_that_merely_is_the_unknown_one_is_not_taken_for_the_end(tmp_path: Path) -> None:
     """piece_to_id answers every unknown piece with the id of <unk>, which must never become the EOD."""
-    model = train(
-        tmp_path / "m.model", vocab_size=40, eos_id=-1, unk_id=3, bos_id=0, pad_id=1, control_symbols=["x"]
-    )
+    model = train(tmp_path / "m.model", vocab_size=40, eos_id=-1, unk_id=3, bos_id=0, pad_id=1, control_symbols=["x"])
     with pytest.raises(ValueError, match="no end-of-document piece"):
         SentencePieceTokenizer(model)
 
@@ -93,9 +87,7 @@ def test_a_lossless_model_gives_back_every_text(lossless: SentencePieceTokenizer
 
 
 @given(st.text(alphabet="▁ \nthe"))
-def test_a_lossless_model_keeps_sentencepieces_own_space_symbol(
-    lossless: SentencePieceTokenizer, text: str
-) -> None:
+def test_a_lossless_model_keeps_sentencepieces_own_space_symbol(lossless: SentencePieceTokenizer, text: str) -> None:
     assert lossless.decode(lossless.encode(text)) == text
 
 

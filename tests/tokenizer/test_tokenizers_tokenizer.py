@@ -124,9 +124,7 @@ def test_the_special_tokens_of_a_folder_are_its_own(tmp_path: Path, as_object: b
 
 def test_equal_bos_and_eos_are_both_known(tmp_path: Path) -> None:
     special = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
-    tokenizer = huggingface_tokenizer(
-        write_words(tmp_path, "<unk>", "<|endoftext|>", special_tokens_map=special)
-    )
+    tokenizer = huggingface_tokenizer(write_words(tmp_path, "<unk>", "<|endoftext|>", special_tokens_map=special))
     assert (tokenizer.bos, tokenizer.eod) == (1, 1)
 
 
@@ -194,9 +192,7 @@ def test_gpt2_as_tokenizer_json_gives_gpt2s_ids(tmp_path: Path, gpt2: Tokenizers
 
 
 def test_a_folder_without_tokenizer_json_says_what_reads_it(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"holds no tokenizer\.json.*GPT2BPETokenizer.*SentencePieceTokenizer"
-    ):
+    with pytest.raises(ValueError, match=r"holds no tokenizer\.json.*GPT2BPETokenizer.*SentencePieceTokenizer"):
         huggingface_tokenizer(tmp_path)
 
 

@@ -174,9 +174,7 @@ def test_an_empty_document_is_kept_wherever_it_stands(tmp_path: Path, place: int
     texts.insert(place, "")
     source = write_lines(tmp_path / "c.jsonl", [{"text": text} for text in texts])
     run("preprocess_data", "--input", source, "--output-prefix", tmp_path / "x", "--append-eod", *BYTES)
-    assert documents(tmp_path / "x_text_document") == [
-        [*text.encode(), 256] if text else [] for text in texts
-    ]
+    assert documents(tmp_path / "x_text_document") == [[*text.encode(), 256] if text else [] for text in texts]
     assert len(IndexedDataset(tmp_path / "x_text_document")) == 2
 
 
@@ -184,10 +182,7 @@ def test_workers_keep_the_order_over_many_batches_and_files(tmp_path: Path) -> N
     """Batches of very different cost, so that workers end in another order than they began."""
     generator = random.Random(5)
     texts = [f"{i} " * generator.choice([1, 10, 20_000]) for i in range(400)]
-    files = [
-        write_lines(tmp_path / f"{part}.jsonl", [{"text": text} for text in texts[part::2]])
-        for part in range(2)
-    ]
+    files = [write_lines(tmp_path / f"{part}.jsonl", [{"text": text} for text in texts[part::2]]) for part in range(2)]
     run(
         "preprocess_data",
         *("--input", tmp_path / "*.jsonl", "--output-prefix", tmp_path / "x", "--workers", "3", *BYTES),
@@ -209,9 +204,7 @@ def test_ids_beyond_uint16_are_stored_whole(tmp_path: Path) -> None:
 
 
 def test_blank_lines_windows_newlines_and_a_byte_order_mark_are_no_documents(tmp_path: Path) -> None:
-    (tmp_path / "c.jsonl").write_bytes(
-        b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b\\r\\n"}\n  \n{"text": "c"}'
-    )
+    (tmp_path / "c.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b\\r\\n"}\n  \n{"text": "c"}')
     run("preprocess_data", "--input", tmp_path / "c.jsonl", "--output-prefix", tmp_path / "x", *BYTES)
     assert documents(tmp_path / "x_text_document") == [[97], [98, 13, 10], [99]]
 
@@ -447,9 +440,7 @@ def test_a_corpus_can_be_limited_and_takes_files_and_patterns(tmp_path: Path, no
         (["--input", "{notes}", "--max-megabytes", "0"], "--max-megabytes 0.0: must be above 0"),
     ],
 )
-def test_a_corpus_of_nothing_is_refused(
-    tmp_path: Path, notes: Path, arguments: list[str], message: str
-) -> None:
+def test_a_corpus_of_nothing_is_refused(tmp_path: Path, notes: Path, arguments: list[str], message: str) -> None:
     words = [word.format(notes=notes) for word in arguments]
     assert message in run("make_corpus", "--output", tmp_path / "c.jsonl", *words, fails=True)
     assert names(tmp_path) == ["notes"]
@@ -512,9 +503,7 @@ def test_code_has_newlines_tabs_and_indents_as_single_tokens(trained: Path) -> N
     assert tokenizer.decode(tokenizer.encode("if x:\n    y()\n")[:-1]) == "if x:\n    y()"
 
 
-def test_the_same_corpus_gives_the_same_tokenizer(
-    tmp_path: Path, standard_library: Path, trained: Path
-) -> None:
+def test_the_same_corpus_gives_the_same_tokenizer(tmp_path: Path, standard_library: Path, trained: Path) -> None:
     copy = shutil.copy(standard_library, tmp_path / "other-name.jsonl")
     base = ["--input", copy, "--output-prefix", tmp_path / "t", "--vocab-size", "1024"]
     run("train_tokenizer", *base)
@@ -551,9 +540,7 @@ def test_a_tokenizer_can_be_trained_on_long_lines_and_odd_characters(tmp_path: P
     assert len(tokenizer.encode(" word word")) == 2
 
 
-def test_from_the_standard_library_to_ids_and_back(
-    tmp_path: Path, standard_library: Path, trained: Path
-) -> None:
+def test_from_the_standard_library_to_ids_and_back(tmp_path: Path, standard_library: Path, trained: Path) -> None:
     run(
         "preprocess_data",
         *("--input", standard_library, "--output-prefix", tmp_path / "x", "--workers", "2", "--append-eod"),

@@ -82,6 +82,4 @@ def test_a_constant_size() -> None:
 )
 def test_sizes_that_do_not_divide_are_refused_with_what_works(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        BatchSizeSchedule(
-            **{"global_batch_size": 24, "micro_batch_size": 2, "data_parallel_size": 3, **values}
-        )
+        BatchSizeSchedule(**{"global_batch_size": 24, "micro_batch_size": 2, "data_parallel_size": 3, **values})

@@ -38,9 +38,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.data_group = data_group
         self.grad_dtype = grad_dtype
-        trainable = [
-            (name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad
-        ]
+        trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in reversed(trainable):
             assert torch.promote_types(parameter.dtype, grad_dtype) == grad_dtype, (

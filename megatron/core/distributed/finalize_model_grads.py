@@ -99,9 +99,7 @@ def _all_reduce_coalesced_(gradients: Sequence[Tensor], group: CommGroup) -> Non
         return
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     collectives.all_reduce_(flat, group)
-    for gradient, summed in zip(
-        gradients, flat.split_with_sizes([gradient.numel() for gradient in gradients])
-    ):
+    for gradient, summed in zip(gradients, flat.split_with_sizes([gradient.numel() for gradient in gradients])):
         gradient.copy_(summed.view(gradient.shape))
 
 

@@ -54,18 +54,14 @@ class GradBuffer:
         gradients: [n] flat, in `grad_dtype`.
     """
 
-    def __init__(
-        self, named_parameters: Sequence[tuple[str, nn.Parameter]], *, grad_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], *, grad_dtype: torch.dtype) -> None:
         assert named_parameters, "a buffer of no parameters"
         first = named_parameters[0][1]
         entries = []
         size = 0
         for name, parameter in named_parameters:
             assert parameter.dtype == first.dtype, f"{name} is {parameter.dtype} in a buffer of {first.dtype}"
-            assert parameter.device == first.device, (
-                f"{name} is on {parameter.device}, others on {first.device}"
-            )
+            assert parameter.device == first.device, f"{name} is on {parameter.device}, others on {first.device}"
             entries.append(BufferEntry(name=name, parameter=parameter, start=size))
             size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         self.entries = tuple(entries)

@@ -78,8 +78,6 @@ def find_replicated_runs(parameters: Iterable[nn.Parameter]) -> tuple[Replicated
             assert count == promised, f"{shard.name}: {count} ranks hold run {start}+{length}, not {promised}"
             offsets[start] = size
             size += length
-        runs = tuple(
-            LocalRun(local=piece.local, offset=offsets[piece.start], length=piece.length) for piece in mine
-        )
+        runs = tuple(LocalRun(local=piece.local, offset=offsets[piece.start], length=piece.length) for piece in mine)
         found.append(ReplicatedRuns(parameter=parameter, dim=shard.split_dim, size=size, runs=runs))
     return tuple(found)

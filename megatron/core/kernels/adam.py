@@ -82,9 +82,7 @@ def adamw_(
     views = [flat.split_with_sizes(sizes) for flat in (parameter, gradient, exp_avg, exp_avg_sq)]
     for weight_decay, lr in sorted({(run.weight_decay_multiplier, run.lr_multiplier) for run in runs}):
         members = [
-            i
-            for i, run in enumerate(runs)
-            if (run.weight_decay_multiplier, run.lr_multiplier) == (weight_decay, lr)
+            i for i, run in enumerate(runs) if (run.weight_decay_multiplier, run.lr_multiplier) == (weight_decay, lr)
         ]
         parameters, gradients, exp_avgs, exp_avg_sqs = ([view[i] for i in members] for view in views)
         torch._fused_adamw_(

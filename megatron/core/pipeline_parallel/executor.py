@@ -48,9 +48,7 @@ class PipelineExecutor:
         timeout: timedelta | None = None,
     ) -> None:
         assert len(chunks) == len(layouts), (len(chunks), len(layouts))
-        ends = [
-            (group.is_first and c == 0, group.is_last and c == len(layouts) - 1) for c in range(len(layouts))
-        ]
+        ends = [(group.is_first and c == 0, group.is_last and c == len(layouts) - 1) for c in range(len(layouts))]
         assert [(layout.has_embedding, layout.has_output) for layout in layouts] == ends, layouts
         self._stage = group.rank
         self._chunks = tuple(chunks)
@@ -116,9 +114,7 @@ class PipelineExecutor:
         try:
             run.exchange.finish()
         except Exception as error:
-            error.add_note(
-                f"in the pipeline: stage {self._stage}, waiting for neighbours after the last action"
-            )
+            error.add_note(f"in the pipeline: stage {self._stage}, waiting for neighbours after the last action")
             raise
         assert not run.live, "the plan left a forward without a backward"
         return [run.losses[i] for i in range(len(microbatches))] if self._layouts[-1].has_output else []
@@ -155,9 +151,7 @@ class _Run(Generic[BatchT]):
         hidden_states = None if layout.has_embedding else self.exchange.receive(action)
         if hidden_states is not None and not self.forward_only:
             hidden_states.requires_grad_()
-        result = self.forward_step(
-            self.microbatches[action.microbatch], self.chunks[action.chunk], hidden_states
-        )
+        result = self.forward_step(self.microbatches[action.microbatch], self.chunks[action.chunk], hidden_states)
         if layout.has_output:
             output = self._loss(result, action.microbatch)
         else:
@@ -166,14 +160,10 @@ class _Run(Generic[BatchT]):
             assert output.requires_grad, f"the output of {action} depends on no parameter and no input"
             self.live[action.chunk, action.microbatch] = (hidden_states, output)
 
-    def _hand_on(
-        self, result: Tensor | Mapping[str, Tensor], hidden_states: Tensor | None, action: Action
-    ) -> Tensor:
+    def _hand_on(self, result: Tensor | Mapping[str, Tensor], hidden_states: Tensor | None, action: Action) -> Tensor:
         """Sends hidden states to the next chunk, and frees them here."""
         if not isinstance(result, Tensor):
-            raise TypeError(
-                f"a chunk without the output must return hidden states, not {type(result).__name__}"
-            )
+            raise TypeError(f"a chunk without the output must return hidden states, not {type(result).__name__}")
         if result.shape != self.hidden_shape or result.dtype != self.dtype:
             raise ValueError(
                 f"hidden states of shape {tuple(result.shape)} and {result.dtype} do not fit the next chunk, "
@@ -189,9 +179,7 @@ class _Run(Generic[BatchT]):
     def _loss(self, result: Tensor | Mapping[str, Tensor], microbatch: int) -> Tensor:
         """Keeps the loss terms; returns what the backward starts from."""
         if isinstance(result, Tensor) or not result:
-            raise TypeError(
-                f"the chunk with the output must return a dict of loss sums, not {type(result).__name__}"
-            )
+            raise TypeError(f"the chunk with the output must return a dict of loss sums, not {type(result).__name__}")
         self.losses[microbatch] = {name: term.detach() for name, term in result.items()}
         terms = list(result.values())
         if self.forward_only:
@@ -199,9 +187,7 @@ class _Run(Generic[BatchT]):
         assert self.divisors is not None, "training needs divisors"
         divisors = self.divisors[microbatch]
         if divisors.keys() != result.keys():
-            raise ValueError(
-                f"the forward step returned loss terms {list(result)}, divisors are {list(divisors)}"
-            )
+            raise ValueError(f"the forward step returned loss terms {list(result)}, divisors are {list(divisors)}")
         return torch.stack([term / divisors[name] for name, term in result.items()]).sum() * self.loss_scale
 
     def _backward(self, action: Action) -> None:

@@ -74,8 +74,7 @@ def channel_messages(plans: Plan, source: int, destination: int, num_chunks: int
     needs = [
         (target[1], sent_at, position[target[1]])
         for sent_at, action in enumerate(plans[source])
-        if (target := consumer(source, action, len(plans), num_chunks)) is not None
-        and target[0] == destination
+        if (target := consumer(source, action, len(plans), num_chunks)) is not None and target[0] == destination
     ]
     messages: list[Message] = []
     post_at = len(plans[destination])
@@ -192,9 +191,7 @@ class Exchange:
         self._num_stages = num_stages
         self._stage = communicator.group.rank
         # Keyed by the neighbour.
-        self._to_post = {
-            source: deque(arriving) for (source, to), arriving in messages.items() if to == self._stage
-        }
+        self._to_post = {source: deque(arriving) for (source, to), arriving in messages.items() if to == self._stage}
         self._to_send = {
             to: {message.action: message for message in leaving}
             for (source, to), leaving in messages.items()
@@ -211,9 +208,7 @@ class Exchange:
         for source, messages in self._to_post.items():
             while messages and messages[0].post_at <= position + _RECEIVE_AHEAD:
                 message = messages.popleft()
-                buffer = torch.empty(
-                    communicator.hidden_shape, dtype=communicator.dtype, device=communicator.device
-                )
+                buffer = torch.empty(communicator.hidden_shape, dtype=communicator.dtype, device=communicator.device)
                 channel = communicator.channels[source, self._stage]
                 work = dist.irecv(buffer, communicator.group.ranks[source], group=channel)
                 assert work is not None
@@ -256,7 +251,5 @@ class Exchange:
         """Lets go of what has arrived when the destination's plan is at `position` (None: its end), and of
         what is known to be complete. What was sent before something that has arrived has arrived as well."""
         sent = self._sent.get(destination, deque())
-        while sent and (
-            position is None or sent[0].message.post_at <= position or sent[0].work.is_completed()
-        ):
+        while sent and (position is None or sent[0].message.post_at <= position or sent[0].work.is_completed()):
             sent.popleft().work.wait()

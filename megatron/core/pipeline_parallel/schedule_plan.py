@@ -238,21 +238,15 @@ def execution_order(plans: Plan, num_chunks: int) -> Iterator[tuple[int, Action]
                 yield stage, action
     stuck = [(s, plan[position[s]]) for s, plan in enumerate(plans) if position[s] < len(plan)]
     if stuck:
-        raise PipelineDeadlock(
-            "deadlock: " + "; ".join(_waits(s, a, plans, num_chunks, done) for s, a in stuck)
-        )
+        raise PipelineDeadlock("deadlock: " + "; ".join(_waits(s, a, plans, num_chunks, done) for s, a in stuck))
 
 
 def _waits(stage: int, action: Action, plans: Plan, num_chunks: int, done: set[tuple[int, Action]]) -> str:
     missing = [d for d in dependencies(stage, action, len(plans), num_chunks) if d not in done]
-    return f"stage {stage}, action {action} waits for " + " and ".join(
-        f"{a} of stage {s}" for s, a in missing
-    )
+    return f"stage {stage}, action {action} waits for " + " and ".join(f"{a} of stage {s}" for s, a in missing)
 
 
-def check_plan(
-    plans: Plan, *, num_microbatches: int, num_chunks: int = 1, forward_only: bool = False
-) -> None:
+def check_plan(plans: Plan, *, num_microbatches: int, num_chunks: int = 1, forward_only: bool = False) -> None:
     """Checks that `plans` compute each chunk of each micro-batch exactly once, and can run to the end.
 
     A backward before its own forward is reported as a deadlock, which it is.

@@ -164,9 +164,7 @@ def vocab_parallel_cross_entropy(
     return apply_eagerly(_VocabParallelCrossEntropy, logits, target, group, columns)
 
 
-def cross_entropy_reference(
-    logits: Tensor, target: Tensor, *, vocab_size: int, label_smoothing: float = 0.0
-) -> Tensor:
+def cross_entropy_reference(logits: Tensor, target: Tensor, *, vocab_size: int, label_smoothing: float = 0.0) -> Tensor:
     """The same in plain torch over the whole vocabulary, logits [s, b, v]: what the above must equal."""
     dtype = _compute_dtype(logits)
     log_probability = F.log_softmax(logits[..., :vocab_size].to(dtype), dim=-1)  # [s, b, v]

@@ -24,9 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 
-def _parameter(
-    *shape: int, dtype: torch.dtype, device: torch.device | str | None, shard: Shard
-) -> nn.Parameter:
+def _parameter(*shape: int, dtype: torch.dtype, device: torch.device | str | None, shard: Shard) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
     set_shard(parameter, shard)
     return parameter
@@ -86,9 +84,7 @@ class ColumnParallelLinear(nn.Module):
             in_features,
             dtype=dtype,
             device=device,
-            shard=Shard(
-                global_shape=(out_features, in_features), dim=0, pieces=pieces, group=group, init=init
-            ),
+            shard=Shard(global_shape=(out_features, in_features), dim=0, pieces=pieces, group=group, init=init),
         )
         self.bias: nn.Parameter | None = None
         if bias:
@@ -152,9 +148,7 @@ class RowParallelLinear(nn.Module):
             self.local_in_features,
             dtype=dtype,
             device=device,
-            shard=Shard(
-                global_shape=(out_features, in_features), dim=1, pieces=pieces, group=group, init=init
-            ),
+            shard=Shard(global_shape=(out_features, in_features), dim=1, pieces=pieces, group=group, init=init),
         )
         self.bias: nn.Parameter | None = None
         if bias:

@@ -108,9 +108,7 @@ def _halves(keys: Tensor) -> tuple[Tensor, Tensor]:
 def _column_hash(columns: int, start: int, device: torch.device) -> Tensor:
     """[columns] int32: unrelated values for neighbouring columns, so that a short element hash is enough."""
     index = torch.arange(start, start + columns, device=device)
-    return (
-        _halves(_absorb(torch.zeros((), dtype=torch.int64, device=device), index))[0].flatten().contiguous()
-    )
+    return _halves(_absorb(torch.zeros((), dtype=torch.int64, device=device), index))[0].flatten().contiguous()
 
 
 def _element_bits(low: Tensor, high: Tensor, column_hash: Tensor, bits: Tensor, shifted: Tensor) -> Tensor:
@@ -176,9 +174,7 @@ class _Dropout(torch.autograd.Function):
         return _drop(gradient, sample_keys, *ctx.plan), None, None, None, None, None
 
 
-def _drop(
-    x: Tensor, sample_keys: Tensor, p: float, salt: int, starts: tuple[int, ...], sample_dim: int
-) -> Tensor:
+def _drop(x: Tensor, sample_keys: Tensor, p: float, salt: int, starts: tuple[int, ...], sample_dim: int) -> Tensor:
     row_keys = _row_keys(_absorb(sample_keys, salt), x.shape, starts, sample_dim)
     return _apply_mask(x, row_keys, starts[-1], p)
 
@@ -231,9 +227,7 @@ class HiddenDropout(nn.Module):
 
     def forward(self, hidden_states: Tensor, stream: DropoutStream | None) -> Tensor:
         starts = (self.position_rank * hidden_states.shape[0], 0, 0)
-        return dropout(
-            hidden_states, self.p, stream, layer=self.layer, site=self.site, sample_dim=1, starts=starts
-        )
+        return dropout(hidden_states, self.p, stream, layer=self.layer, site=self.site, sample_dim=1, starts=starts)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, layer={self.layer}, site={self.site}"
@@ -328,9 +322,7 @@ def model_parallel_seed(seed: int, *, tp_rank: int, pp_rank: int) -> ModelParall
     return ModelParallelSeeds(data_parallel=stage_seed, model_parallel=stage_seed + 2718 + tp_rank)
 
 
-def model_parallel_rng_tracker(
-    seed: int, *, tp_rank: int, pp_rank: int, device: torch.device
-) -> RngStateTracker:
+def model_parallel_rng_tracker(seed: int, *, tp_rank: int, pp_rank: int, device: torch.device) -> RngStateTracker:
     """A tracker with the field's two states, "data-parallel-rng" and "model-parallel-rng"."""
     seeds = model_parallel_seed(seed, tp_rank=tp_rank, pp_rank=pp_rank)
     tracker = RngStateTracker(device)
