@@ -33,7 +33,8 @@ class GPTBatch:
     Attributes:
         tokens: [b, s] int64 inputs.
         labels: [b, s] int64 the id after each input.
-        loss_mask: [b, s] float32, 1 where the label counts.
+        loss_mask: [b, s] bool, whether the label counts. Not a number, so that it has no precision to lose or to
+            force on a loss.
         position_ids: [b, s] int64.
         document_ids: [b, s] int64 number of documents that end before the position, or None where attention
             does not stop at their borders.
@@ -96,7 +97,7 @@ class GPTCollator:
         return GPTBatch(
             tokens=torch.from_numpy(tokens),
             labels=torch.from_numpy(labels),
-            loss_mask=torch.from_numpy(loss_mask.astype(np.float32)),
+            loss_mask=torch.from_numpy(loss_mask),
             position_ids=torch.from_numpy(positions),
             document_ids=torch.from_numpy(documents_before(ends)) if self.reset_attention_mask else None,
             sample_ids=torch.tensor(sample_ids, dtype=torch.int64),
