@@ -27,9 +27,7 @@ class CheckpointConfig:
     load_if_exists: bool = field(default=False, metadata=flag("Start anew when --load has no checkpoint yet."))
     ckpt_step: int | None = field(default=None, metadata=flag("Iteration to load; the latest when not given."))
     save_optim: bool = field(default=True, metadata=flag("Save the optimizer."))
-    save_rng: bool = field(default=True, metadata=flag("Save the state of random generators."))
     load_optim: bool = field(default=True, metadata=flag("Load the optimizer."))
-    load_rng: bool = field(default=True, metadata=flag("Load the state of random generators."))
     finetune: bool = field(default=False, metadata=flag("Load only the weights; start at iteration 0 with new data."))
     override_opt_param_scheduler: bool = field(
         default=False,
@@ -57,7 +55,6 @@ class CheckpointConfig:
             "--ckpt-step": self.ckpt_step is not None,
             "--finetune": self.finetune,
             "--no-load-optim": not self.load_optim,
-            "--no-load-rng": not self.load_rng,
         }
         for name in (name for name, given in needs_load.items() if given and self.load is None):
             yield Problem(

@@ -45,6 +45,10 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
         "--log-batch-size-to-tensorboard --log-learning-rate-to-tensorboard",
     ),
     ("there is no re-run machine", "--rerun-mode=disabled"),
+    (
+        "checkpoints hold no state of random generators: masks and orders are functions of seed and position",
+        "--no-save-rng --no-load-rng",
+    ),
     ("--load with nothing to load is an error", "--exit-on-missing-checkpoint"),
     ("rotary positions come without learned ones", "--no-position-embedding"),
     (

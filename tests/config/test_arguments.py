@@ -41,7 +41,7 @@ def field_of(config: MegatronConfig, name: str) -> object:
         ("--window-size (15,0)", {"window_size": (15, 0)}),
         ("--disable-bias-linear", {"add_bias_linear": False}),
         ("--disable-bias-linear --add-bias-linear", {"add_bias_linear": True}),
-        ("--no-save-optim --no-save-rng", {"save_optim": False, "save_rng": False}),
+        ("--no-save-optim --no-save-rng", {"save_optim": False}),
         ("--no-mmap-bin-files", {"mmap_bin_files": False}),
         ("--no-calculate-per-token-loss", {"calculate_per_token_loss": False}),
         ("--no-log-loss-scale-to-tensorboard", {"log_loss_scale_to_tensorboard": False}),
