@@ -28,7 +28,9 @@ class LoggingConfig:
     tensorboard_dir: str | None = field(default=None, metadata=flag("Folder of the TensorBoard log."))
     tensorboard_log_interval: int = field(default=1, metadata=flag("Iterations between TensorBoard points."))
     tensorboard_queue_size: int = field(default=1000, metadata=flag("Points kept before they are written."))
-    log_timers_to_tensorboard: bool = field(default=False, metadata=flag("Timers to TensorBoard."))
+    log_timers_to_tensorboard: bool = field(
+        default=False, metadata=flag("The timers of --timing-log-level to TensorBoard.")
+    )
     log_validation_ppl_to_tensorboard: bool = field(
         default=False, metadata=flag("Validation perplexity to TensorBoard.")
     )

@@ -35,7 +35,7 @@ class TrainingConfig:
     eval_interval: int | None = field(
         default=None, metadata=flag("Iterations between evaluations; none when not given.")
     )
-    skip_train: bool = field(default=False, metadata=flag("Only evaluate the loaded model."))
+    skip_train: bool = field(default=False, metadata=flag("Do not train; evaluate as at the end of a run."))
     exit_interval: int | None = field(
         default=None, metadata=flag("Stop at the next iteration divisible by this; save before.")
     )
@@ -83,6 +83,13 @@ class TrainingConfig:
                 value=self.exit_signal,
                 rule="is heeded only with --exit-signal-handler",
                 works=f"--exit-signal-handler --exit-signal {self.exit_signal}",
+            )
+        if self.skip_train and self.eval_iters < 1:
+            yield Problem(
+                flags=("--skip-train", "--eval-iters"),
+                value=self.eval_iters,
+                rule="leaves nothing to do: --skip-train only evaluates, and this does not evaluate",
+                works="--eval-iters 100",
             )
         if self.rampup_batch_size is not None:
             yield from self._rampup_problems(*self.rampup_batch_size)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from math import exp
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, ScalarEvent
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from megatron.config.logging import LoggingConfig
 from megatron.core.collectives import all_reduce_
 from megatron.training.checkpoints import save_run
-from megatron.training.metrics import Interval, StepReport, log_line
+from megatron.training.metrics import Interval, StepReport, json_number, log_line, perplexity
 from megatron.training.run import Run
 from megatron.training.timers import format_timers
 from megatron.training.train_step import evaluate
@@ -35,6 +35,9 @@ class Hook:
 
     def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
         """After an evaluation on "validation" or "test" data; the losses are known on ranks with the output."""
+
+    def after_timing(self, run: Run, milliseconds: Mapping[str, Sequence[float]]) -> None:
+        """After a table of timers: of each timer the mean of an iteration, on each rank."""
 
     def on_end(self, run: Run) -> None:
         """After the last iteration of this process: the run is complete, or it was asked to stop."""
@@ -62,7 +65,7 @@ class LogLine(Hook):
         left = (run.train_iters - report.iteration) * report.global_batch_size * self._seconds_per_sample
         speed = None
         if self._config.log_throughput:
-            speed = run.flops_per_sample * samples / (interval.seconds * 1e12 * run.state.world.size)
+            speed = run.teraflops_per_second(samples, interval.seconds)
         run.print(
             log_line(
                 interval,
@@ -75,11 +78,13 @@ class LogLine(Hook):
         if self._config.timing_log_level > 0:
             times = run.timers.over_ranks(run.state.world, iterations=len(interval.reports))
             run.print(format_timers(times, self._config.timing_log_option))
+            for hook in run.hooks:
+                hook.after_timing(run, times)
         interval.clear()
 
     def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
         title = f" {split} loss at iteration {run.progress.iteration} | "
-        parts = [f"{name} value: {loss:.6E} | {name} PPL: {exp(min(20.0, loss)):.6E}" for name, loss in losses.items()]
+        parts = [f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E}" for name, loss in losses.items()]
         line = title + " | ".join(parts) + " | "
         rule = "-" * len(line)
         run.print(f"{rule}\n{line}\n{rule}")
@@ -118,7 +123,7 @@ class JsonLog(Hook):
         self._write(report.as_json())
 
     def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
-        named = {f"{name} {split}": loss for name, loss in losses.items()}
+        named = {f"{name} {split}": json_number(loss) for name, loss in losses.items()}
         self._write({"iteration": run.progress.iteration, **named})
 
     def _write(self, row: Mapping[str, object]) -> None:
@@ -128,6 +133,9 @@ class JsonLog(Hook):
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+_VS_SAMPLES = " vs samples"
 
 
 class TensorBoard(Hook):
@@ -140,12 +148,15 @@ class TensorBoard(Hook):
     def on_start(self, run: Run) -> None:
         if run.logs:
             assert self._config.tensorboard_dir is not None
-            # What a killed run has written past its last checkpoint is hidden, so that each step shows once.
+            iteration, samples = run.progress.iteration, run.progress.consumed_train_samples
+            stale, kept = _points_before_resume(self._config.tensorboard_dir, iteration, samples)
             self._writer = SummaryWriter(
                 self._config.tensorboard_dir,
                 max_queue=self._config.tensorboard_queue_size,
-                purge_step=run.progress.iteration + 1,
+                purge_step=iteration + 1 if stale else None,
             )
+            for tag, point in kept if stale else ():
+                self._writer.add_scalar(tag, point.value, point.step, walltime=point.wall_time)
             self._writer.add_text("config", f"```\n{run.config.to_json()}\n```", run.progress.iteration)
 
     def after_step(self, run: Run, report: StepReport) -> None:
@@ -165,6 +176,14 @@ class TensorBoard(Hook):
         if report.params_norm is not None:
             self._scalar("params-norm", report.params_norm, report.iteration, report.consumed_samples)
         self._writer.add_scalar("iteration-time", report.seconds, report.iteration)
+        if self._config.log_throughput:
+            speed = run.teraflops_per_second(report.global_batch_size, report.seconds)
+            self._writer.add_scalar("throughput", speed, report.iteration)
+
+    def after_timing(self, run: Run, milliseconds: Mapping[str, Sequence[float]]) -> None:
+        if self._writer is not None and self._config.log_timers_to_tensorboard:
+            for name, values in milliseconds.items():
+                self._writer.add_scalar(f"{name}-time", max(values) / 1000.0, run.progress.iteration)
 
     def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
         if self._writer is None or split != "validation":
@@ -173,20 +192,43 @@ class TensorBoard(Hook):
         for name, loss in losses.items():
             self._scalar(f"{name} validation", loss, iteration, samples)
             if self._config.log_validation_ppl_to_tensorboard:
-                self._scalar(f"{name} validation ppl", exp(min(20.0, loss)), iteration, samples)
+                self._scalar(f"{name} validation ppl", perplexity(loss), iteration, samples)
 
     def _scalar(self, tag: str, value: float, iteration: int, samples: int) -> None:
         assert self._writer is not None
         self._writer.add_scalar(tag, value, iteration)
-        self._writer.add_scalar(f"{tag} vs samples", value, samples)
+        self._writer.add_scalar(tag + _VS_SAMPLES, value, samples)
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
 
 
+def _points_before_resume(folder: str, iteration: int, samples: int) -> tuple[bool, list[tuple[str, ScalarEvent]]]:
+    """What a log holds at the start of a run.
+
+    A killed run has written points past its last checkpoint, which are to be hidden, so that each step shows once.
+    TensorBoard hides by the step alone, whatever the tag: the points against the number of samples, whose steps are
+    larger numbers, would all go with them, so those up to the checkpoint must be written again.
+
+    Returns:
+        Whether there are points past `iteration`, and the points against samples up to `samples`, with their tags.
+    """
+    if not Path(folder).is_dir():
+        return False, []
+    log = EventAccumulator(folder, size_guidance={"scalars": 0, "tensors": 1})
+    log.Reload()
+    points = [(tag, point) for tag in log.Tags()["scalars"] for point in log.Scalars(tag)]
+    stale = any(point.step > (samples if tag.endswith(_VS_SAMPLES) else iteration) for tag, point in points)
+    return stale, [(tag, point) for tag, point in points if tag.endswith(_VS_SAMPLES) and point.step <= samples]
+
+
 class Evaluation(Hook):
-    """Validation every `--eval-interval` iterations and at the end, then the test data once."""
+    """Validation every `--eval-interval` iterations and at the end, then the test data once.
+
+    Each validation reads on where the last one stopped. The one at the end does not count as read: a run that is
+    resumed with more iterations validates on the same samples as one that had them from the start.
+    """
 
     def __init__(self, interval: int | None, iterations: int) -> None:
         self._interval = interval
@@ -196,9 +238,11 @@ class Evaluation(Hook):
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._interval is not None and report.iteration % self._interval == 0:
             self._validate(run)
+            if run.loaders.valid is not None:
+                run.progress.consumed_valid_samples += self._iterations * run.batch_sizes.global_batch_size
 
     def on_end(self, run: Run) -> None:
-        if run.progress.iteration < run.train_iters:
+        if run.progress.iteration < run.train_iters and not run.config.training.skip_train:
             return
         if self._validated_at != run.progress.iteration:
             self._validate(run)
@@ -211,7 +255,6 @@ class Evaluation(Hook):
         if run.loaders.valid is None:
             return
         losses = evaluate(run, "valid", self._iterations, run.progress.consumed_valid_samples)
-        run.progress.consumed_valid_samples += self._iterations * run.batch_sizes.global_batch_size
         self._validated_at = run.progress.iteration
         for hook in run.hooks:
             hook.after_evaluation(run, "validation", losses)
@@ -220,12 +263,20 @@ class Evaluation(Hook):
 class Exits(Hook):
     """Ends the run at an iteration, after a time, or on a signal, on all ranks in the same iteration."""
 
-    def __init__(self, *, interval: int | None, minutes: float | None, signal_number: signal.Signals | None) -> None:
+    def __init__(
+        self, *, interval: int | None, minutes: float | None, signal_number: signal.Signals | None, started: float
+    ) -> None:
+        """
+        Args:
+            minutes: how long the program may run, counted from `started`, a reading of `time.monotonic`: whatever
+                limits the time of a job counts the start of the program too.
+        """
         self._interval = interval
         self._minutes = minutes
         self._signal = signal_number
         self._received = False
-        self._started = time.monotonic()
+        self._started = started
+        self._previous: Any = None
 
     def on_start(self, run: Run) -> None:
         if self._signal is not None:
@@ -248,7 +299,7 @@ class Exits(Hook):
             run.stop(f"reached --exit-interval {self._interval}")
 
     def close(self) -> None:
-        if self._signal is not None:
+        if self._signal is not None and self._previous is not None:
             signal.signal(self._signal, self._previous)
 
 
@@ -256,7 +307,7 @@ class StopOnNaN(Hook):
     """Ends the run with an error when a loss or the gradient norm is not finite."""
 
     def after_step(self, run: Run, report: StepReport) -> None:
-        # The losses are known on some ranks only; a loss that is not finite makes the norm so, which all ranks know.
+        # Known on all ranks, so all of them end here, though the losses are known on some only.
         if report.nan:
             raise FloatingPointError(
                 f"iteration {report.iteration}: the gradient norm is {report.grad_norm}"

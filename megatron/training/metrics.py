@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from math import isfinite, nan
+from math import exp, isfinite, nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class StepReport:
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
             "global_batch_size": self.global_batch_size,
-            **{name: _json_number(value) for name, value in self.losses.items()},
-            "grad_norm": _json_number(self.grad_norm),
+            **{name: json_number(value) for name, value in self.losses.items()},
+            "grad_norm": json_number(self.grad_norm),
             "loss_scale": self.loss_scale,
             "learning_rate": self.learning_rate,
             "weight_decay": self.weight_decay,
@@ -57,12 +57,18 @@ class StepReport:
         if self.num_zeros is not None:
             row["num_zeros"] = self.num_zeros
         if self.params_norm is not None:
-            row["params_norm"] = _json_number(self.params_norm)
+            row["params_norm"] = json_number(self.params_norm)
         return row
 
 
-def _json_number(value: float) -> float | str:
+def json_number(value: float) -> float | str:
+    """JSON has no word for NaN and the infinities: they are written as text."""
     return value if isfinite(value) else str(value)
+
+
+def perplexity(loss: float) -> float:
+    """As Megatron-LM prints it, at most e^20; that of NaN is NaN."""
+    return exp(min(loss, 20.0))
 
 
 @dataclass

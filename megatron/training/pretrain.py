@@ -174,6 +174,7 @@ def build_hooks(context: MegatronContext) -> list[Hook]:
             interval=training.exit_interval,
             minutes=training.exit_duration_in_mins,
             signal_number=Signals[training.exit_signal] if training.exit_signal_handler else None,
+            started=context.started,
         )
     )
     if checkpoint.save is not None:
@@ -182,11 +183,12 @@ def build_hooks(context: MegatronContext) -> list[Hook]:
 
 
 def train(run: Run) -> None:
-    """The loop: iterations until the last one or until a hook asks to stop."""
+    """The loop: iterations until the last one or until a hook asks to stop; none with `--skip-train`."""
     try:
         for hook in run.hooks:
             hook.on_start(run)
-        while run.progress.iteration < run.train_iters and run.stop_reason is None:
+        end = 0 if run.config.training.skip_train else run.train_iters
+        while run.progress.iteration < end and run.stop_reason is None:
             report = train_step(run)
             for hook in run.hooks:
                 hook.after_step(run, report)

@@ -89,6 +89,10 @@ class Run:
         config = self.config
         return config.training.check_for_nan_in_loss_and_grad and config.optimizer.precision != "fp16"
 
+    def teraflops_per_second(self, samples: int, seconds: float) -> float:
+        """Throughput of one rank by the formula of `model/flops.py`: recomputation does not count."""
+        return self.flops_per_sample * samples / (seconds * 1e12 * self.state.world.size)
+
     def print(self, text: str) -> None:
         """Print on the rank that reports."""
         if self.logs:

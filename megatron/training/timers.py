@@ -43,12 +43,13 @@ class Timers:
     def over_ranks(self, world: CommGroup, *, iterations: int) -> dict[str, list[float]]:
         """Milliseconds per iteration of each timer on each rank; the timers start again from zero.
 
-        A collective: each rank must call it, with timers of the same names.
+        A collective. A timer that a rank has not used, as its stage has no such part, stood still there.
         """
         mine = {name: seconds * 1000.0 / iterations for name, seconds in self._seconds.items()}
         self._seconds.clear()
         everyone: list[dict[str, float]] = all_gather_object(mine, world)
-        return {name: [rank[name] for rank in everyone] for name in sorted(mine)}
+        names = sorted({name for rank in everyone for name in rank})
+        return {name: [rank.get(name, 0.0) for rank in everyone] for name in names}
 
 
 def format_timers(milliseconds: dict[str, list[float]], option: TimingOption) -> str:

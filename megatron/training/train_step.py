@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import isfinite
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import all_reduce
+from megatron.core.collectives import all_reduce, all_reduce_
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.tensor_parallel.random import DropoutStream
@@ -43,6 +44,7 @@ def train_step(run: Run) -> StepReport:
                 divisors=_divisors(run, microbatches, counts),
                 loss_scale=loss_scale,
                 forward_only=False,
+                timed=partial(run.timers, level=2),
             )
         with run.timers("grads-reduce"):
             finalize_model_grads(
@@ -63,11 +65,12 @@ def train_step(run: Run) -> StepReport:
     progress.skipped_iterations += not update.applied
     progress.floating_point_operations += batch.running_global_batch_size * run.flops_per_sample
     overflow = run.config.optimizer.precision == "fp16" and not isfinite(update.grad_norm)
+    nan = not (overflow or isfinite(update.grad_norm)) or _any_is_not_finite(losses, run)
     return StepReport(
         iteration=progress.iteration,
         losses=losses,
         applied=update.applied,
-        nan=not all(map(isfinite, losses.values())) or not (overflow or isfinite(update.grad_norm)),
+        nan=nan,
         grad_norm=update.grad_norm,
         num_zeros=update.num_zeros,
         params_norm=optimizer.params_norm() if run.config.logging.log_params_norm else None,
@@ -80,6 +83,13 @@ def train_step(run: Run) -> StepReport:
         tokens=batch.running_global_batch_size * run.config.data.seq_length,
         seconds=time.perf_counter() - start,
     )
+
+
+def _any_is_not_finite(losses: Mapping[str, float], run: Run) -> bool:
+    """Whether a loss is NaN or infinite. Only the stage with the output knows the losses, and all must know this."""
+    flag = torch.tensor(not all(map(isfinite, losses.values())), dtype=torch.int32, device=run.device)
+    all_reduce_(flag, run.state.pipeline, "max")
+    return bool(flag)
 
 
 def _forward_step(run: Run, *, training: bool):  # type: ignore[no-untyped-def]

@@ -6,6 +6,7 @@ Knows no schedule: what runs when is the plan's business, what is sent to whom f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -20,6 +21,8 @@ from megatron.core.pipeline_parallel.p2p_communication import Exchange, Pipeline
 from megatron.core.pipeline_parallel.schedule_plan import Action, Kind, Plan
 
 BatchT = TypeVar("BatchT")
+# The name of a part of the work -> a context that times it
+Timed = Callable[[str], AbstractContextManager[object]]
 # (micro-batch, model chunk, hidden states from the chunk before it) -> hidden states, or sums of loss terms
 ForwardStep = Callable[[BatchT, Any, Tensor | None], Tensor | Mapping[str, Tensor]]
 
@@ -71,6 +74,7 @@ class PipelineExecutor:
         divisors: Sequence[Mapping[str, Tensor]] | None,
         loss_scale: float | Tensor = 1.0,
         forward_only: bool = False,
+        timed: Timed = nullcontext,
     ) -> list[dict[str, Tensor]]:
         """Runs this stage's plan, and accumulates gradients in the chunks' parameters unless `forward_only`.
 
@@ -84,6 +88,7 @@ class PipelineExecutor:
                 is the count over the global batch: nothing is divided later. May be None with `forward_only`.
             loss_scale: what the loss is multiplied with before the backward.
             forward_only: compute no gradients, keep no activations; the plans must have no backward.
+            timed: gets "forward-compute", "backward-compute" and "pipeline-wait" around each such part.
 
         Returns:
             The undivided, unscaled loss terms of each micro-batch on the stage with the output; else [].
@@ -98,6 +103,7 @@ class PipelineExecutor:
             divisors=divisors,
             loss_scale=loss_scale,
             forward_only=forward_only,
+            timed=timed,
             hidden_shape=communicator.hidden_shape,
             dtype=communicator.dtype,
             exchange=communicator.exchange(plans),
@@ -132,6 +138,7 @@ class _Run(Generic[BatchT]):
     divisors: Sequence[Mapping[str, Tensor]] | None
     loss_scale: float | Tensor
     forward_only: bool
+    timed: Timed
     hidden_shape: tuple[int, ...]
     dtype: torch.dtype
     exchange: Exchange
@@ -148,10 +155,11 @@ class _Run(Generic[BatchT]):
 
     def _forward(self, action: Action) -> None:
         layout = self.layouts[action.chunk]
-        hidden_states = None if layout.has_embedding else self.exchange.receive(action)
+        hidden_states = None if layout.has_embedding else self._receive(action)
         if hidden_states is not None and not self.forward_only:
             hidden_states.requires_grad_()
-        result = self.forward_step(self.microbatches[action.microbatch], self.chunks[action.chunk], hidden_states)
+        with self.timed("forward-compute"):
+            result = self.forward_step(self.microbatches[action.microbatch], self.chunks[action.chunk], hidden_states)
         if layout.has_output:
             output = self._loss(result, action.microbatch)
         else:
@@ -159,6 +167,10 @@ class _Run(Generic[BatchT]):
         if not self.forward_only:
             assert output.requires_grad, f"the output of {action} depends on no parameter and no input"
             self.live[action.chunk, action.microbatch] = (hidden_states, output)
+
+    def _receive(self, action: Action) -> Tensor:
+        with self.timed("pipeline-wait"):
+            return self.exchange.receive(action)
 
     def _hand_on(self, result: Tensor | Mapping[str, Tensor], hidden_states: Tensor | None, action: Action) -> Tensor:
         """Sends hidden states to the next chunk, and frees them here."""
@@ -195,8 +207,9 @@ class _Run(Generic[BatchT]):
         if self.layouts[action.chunk].has_output:
             gradient = torch.ones_like(output)
         else:
-            gradient = self.exchange.receive(action)
-        _run_backward(output, gradient)
+            gradient = self._receive(action)
+        with self.timed("backward-compute"):
+            _run_backward(output, gradient)
         if hidden_states is not None:
             assert hidden_states.grad is not None, f"{action} gave its input no gradient"
             self.exchange.send(action, hidden_states.grad)
