@@ -9,8 +9,9 @@ import argparse
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,12 +34,14 @@ DEFAULT_RANKS_PER_NODE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronContext:
-    """What a started rank knows: its configuration, its groups, its device, and the user's own arguments."""
+    """What a started rank knows: its configuration, its groups, its device, the user's own arguments, and when it
+    started (a reading of `time.monotonic`)."""
 
     config: MegatronConfig
     state: ParallelState
     device: torch.device
     extra: argparse.Namespace
+    started: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,7 @@ class LaunchEnvironment:
     Attributes:
         node: the name of the node; two agents of `torchrun` on one machine count as the two nodes that they play.
         hosts_store: rank 0 must start the rendezvous store itself, as no `torchrun` agent did.
+        slurm: `srun` has started this process, not `torchrun`.
         attempt: which restart this is, so that keys of an earlier attempt are not mistaken for ours.
     """
 
@@ -61,10 +65,19 @@ class LaunchEnvironment:
     master_port: int = 0
     hosts_store: bool = False
     attempt: str = "0"
+    slurm: bool = False
 
 
 class LaunchError(ValueError):
-    """The processes of a run were not started as the configuration needs; the text holds the right launch line."""
+    """The processes of a run were not started as the configuration needs; the text holds the right launch line.
+
+    Args:
+        speaks: this rank should print it; False where another rank says the same.
+    """
+
+    def __init__(self, message: str, *, speaks: bool = True) -> None:
+        super().__init__(message)
+        self.speaks = speaks
 
 
 def read_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
@@ -73,6 +86,7 @@ def read_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
     Raises:
         LaunchError: some of the variables are set and others are missing or out of range.
     """
+    slurm = False
     names = {
         "rank": "RANK",
         "world_size": "WORLD_SIZE",
@@ -80,20 +94,35 @@ def read_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
         "local_world_size": "LOCAL_WORLD_SIZE",
     }
     if not any(name in environment for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        if "SLURM_PROCID" not in environment or int(environment.get("SLURM_NTASKS", "1")) == 1:
+        if "SLURM_PROCID" not in environment or environment.get("SLURM_NTASKS", "1") == "1":
             return LaunchEnvironment()
-        names = {"rank": "SLURM_PROCID", "world_size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
+        slurm = True
+        names = {
+            "rank": "SLURM_PROCID",
+            "world_size": "SLURM_NTASKS",
+            "local_rank": "SLURM_LOCALID",
+            "local_world_size": "SLURM_NTASKS_PER_NODE",
+        }
     required = [names["rank"], names["world_size"], names["local_rank"], "MASTER_ADDR", "MASTER_PORT"]
     missing = [name for name in required if name not in environment]
     if missing:
         raise LaunchError(
             f"the launch environment lacks {', '.join(missing)} (it has "
-            f"{', '.join(name for name in required if name in environment)}); start the ranks with\n  {launch_line(2)}"
+            f"{', '.join(name for name in required if name in environment)}); start the ranks with\n  "
+            f"{launch_line(2, slurm=slurm)}"
+        )
+    numbers = [*(name for name in names.values() if name in environment), "MASTER_PORT"]
+    wrong = [f"{name}={environment[name]}" for name in numbers if not environment[name].isdecimal()]
+    if wrong:
+        raise LaunchError(
+            f"the launch environment has {', '.join(wrong)}, which must be whole numbers; start the ranks with\n  "
+            f"{launch_line(2, slurm=slurm)}"
         )
     values = {field: int(environment[name]) for field, name in names.items() if name in environment}
     launch = LaunchEnvironment(
         **values,
         launched=True,
+        slurm=slurm,
         node=socket.gethostname() + (f"#{environment['GROUP_RANK']}" if "GROUP_RANK" in environment else ""),
         master_addr=environment["MASTER_ADDR"],
         master_port=int(environment["MASTER_PORT"]),
@@ -103,14 +132,20 @@ def read_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
     if not 0 <= launch.rank < launch.world_size:
         raise LaunchError(
             f"{names['rank']}={launch.rank} is not in 0 … {launch.world_size - 1} ({names['world_size']}="
-            f"{launch.world_size}); start the ranks with\n  {launch_line(launch.world_size)}"
+            f"{launch.world_size}); start the ranks with\n  "
+            f"{launch_line(launch.world_size, launch.local_world_size, slurm=slurm)}"
         )
     return launch
 
 
-def launch_line(world_size: int, ranks_per_node: int = DEFAULT_RANKS_PER_NODE) -> str:
-    """The `torchrun` command that starts `world_size` ranks of this program."""
+def launch_line(world_size: int, ranks_per_node: int = DEFAULT_RANKS_PER_NODE, *, slurm: bool = False) -> str:
+    """The command that starts `world_size` ranks of this program with `torchrun` or, in a batch script, with `srun`."""
     script = Path(sys.argv[0]).name or "pretrain_gpt.py"
+    if slurm:
+        return (
+            'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500; '
+            f"srun --ntasks {world_size} --ntasks-per-node {min(world_size, ranks_per_node)} python {script} …"
+        )
     if world_size <= ranks_per_node:
         return f"torchrun --nproc-per-node {world_size} {script} …"
     nodes = -(-world_size // ranks_per_node)
@@ -144,7 +179,8 @@ def _or_exit(start: Callable[[], MegatronContext]) -> MegatronContext:
     try:
         return start()
     except (ConfigError, LaunchError) as error:
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+        if error.speaks if isinstance(error, LaunchError) else first:
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
@@ -152,6 +188,7 @@ def _or_exit(start: Callable[[], MegatronContext]) -> MegatronContext:
 def _initialize(
     argv_or_config: Sequence[str] | MegatronConfig, extra_args_provider: ExtraArgsProvider | None
 ) -> MegatronContext:
+    started = time.monotonic()
     launch = read_launch_environment(os.environ)
     extra = argparse.Namespace()
     if isinstance(argv_or_config, MegatronConfig):
@@ -178,7 +215,8 @@ def _initialize(
         if not parallel.print_parallel_groups or launch.launched:
             raise LaunchError(
                 f"--world-size {world_size}, but {launch.world_size} rank(s) were started; start\n"
-                f"  {launch_line(world_size)}\nor add --print-parallel-groups to print the map of that world and stop"
+                f"  {launch_line(world_size)}\nor add --print-parallel-groups to print the map of that world and stop",
+                speaks=launch.rank == 0,
             )
         print(parallel_state.describe_groups(grid, [f"node{r // DEFAULT_RANKS_PER_NODE}" for r in range(world_size)]))
         sys.exit(0)
@@ -186,7 +224,7 @@ def _initialize(
         backend = devices.choose_backend(parallel.distributed_backend)
         device = devices.choose_device(backend, launch.local_rank)
     except ValueError as error:
-        raise LaunchError(str(error)) from error
+        raise LaunchError(str(error), speaks=launch.local_rank == 0) from error
     nodes = ["node0"]
     if launch.launched:
         nodes = _join_world(launch, backend, device, timedelta(minutes=parallel.distributed_timeout_minutes))
@@ -202,7 +240,7 @@ def _initialize(
             print(state, flush=True)
         for warning in _node_warnings(state, config):
             print(f"warning: {warning}", flush=True)
-    return MegatronContext(config=config, state=state, device=device, extra=extra)
+    return MegatronContext(config=config, state=state, device=device, extra=extra, started=started)
 
 
 def _join_world(
@@ -229,7 +267,8 @@ def _join_world(
     except dist.DistError as error:
         raise LaunchError(
             f"rank {rank} could not reach the rendezvous at {launch.master_addr}:{launch.master_port}: {error}; start "
-            f"rank 0 there first, or correct MASTER_ADDR and MASTER_PORT"
+            f"rank 0 there first, or correct MASTER_ADDR and MASTER_PORT",
+            speaks=launch.local_rank == 0,
         ) from error
     roll = PrefixStore("roll-call", store)
     roll.set(str(rank), launch.node)
@@ -239,7 +278,9 @@ def _join_world(
         missing = [other for other in range(world_size) if not roll.check([str(other)])]
         raise LaunchError(
             f"rank {rank} waited {timeout.total_seconds():.0f} s for a world of {world_size}, and rank(s) "
-            f"{missing} did not come; each node must run\n  {launch_line(world_size, launch.local_world_size)}"
+            f"{missing} did not come; each node must run\n  "
+            f"{launch_line(world_size, launch.local_world_size, slurm=launch.slurm)}",
+            speaks=rank == min(set(range(world_size)) - set(missing)),
         ) from error
     nodes = [roll.get(str(other)).decode() for other in range(world_size)]
     dist.init_process_group(
