@@ -13,8 +13,9 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.data import parse_split
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError
-from megatron.data.splits import Split, parse_split, split_ranges
+from megatron.data.splits import Split, split_ranges
 
 
 def bigram_entropy(tokens: npt.NDArray[np.int64]) -> float:

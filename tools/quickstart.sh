@@ -15,7 +15,7 @@ python tools/make_corpus.py --output "$folder/corpus.jsonl" --max-megabytes 32
 took
 
 step "2/7 tokenizer: SentencePiece BPE, lossless"
-python tools/train_tokenizer.py --input "$folder/corpus.jsonl" --output-prefix "$folder/tokenizer" --vocab-size 1024
+python tools/train_tokenizer.py --input "$folder/corpus.jsonl" --output-prefix "$folder/tokenizer" --vocab-size 512
 took
 
 step "3/7 tokens: .bin and .idx files"
@@ -32,8 +32,8 @@ model=(
 training=(
     --data-path "$folder/corpus_text_document" --split 95,5,0
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$folder/tokenizer.model"
-    --micro-batch-size 8 --global-batch-size 16 --train-iters $((2 * half))
-    --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 30 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
+    --micro-batch-size 4 --global-batch-size 8 --train-iters $((2 * half))
+    --lr 4e-3 --min-lr 1e-4 --lr-warmup-iters 50 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
     --eval-interval $half --eval-iters 10 --log-interval 20
     --save "$folder/checkpoints" --load "$folder/checkpoints" --load-if-exists
     --log-json "$folder/log.jsonl" --tensorboard-dir "$folder/tensorboard"

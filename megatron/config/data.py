@@ -181,9 +181,13 @@ def parse_blend(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...
         wrong = next((word for word, number in zip(words[::2], numbers[::2], strict=True) if number is None), words[-1])
         raise ValueError(f"some prefixes have weights, so each needs one before it; at {wrong!r} that is not so")
     weights = tuple(number for number in numbers[::2] if number is not None)
-    if any(weight < 0 for weight in weights) or not 0 < sum(weights) < float("inf"):
-        raise ValueError("weights must not be negative, and at least one must be more than 0")
-    return tuple(words[1::2]), weights
+    prefixes = tuple(words[1::2])
+    for weight, prefix in zip(weights, prefixes, strict=True):
+        if not 0 < weight < float("inf"):
+            raise ValueError(
+                f"{weight:g} {prefix}: a weight must be a positive number; leave a dataset out to draw nothing from it"
+            )
+    return prefixes, weights
 
 
 def _as_number(word: str) -> float | None:

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.config.data import DEFAULT_SPLIT, parse_split
+from megatron.config.data import parse_blend as read_blend
 from megatron.data.blended_dataset import BlockedDataset, blend_by_size, blend_by_weights, block_seed
 from megatron.data.gpt_dataset import GPTDataset, build_gpt_index
 from megatron.data.index_cache import IndexCache, user_cache_folder
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.mock_dataset import MockTokens
 from megatron.data.sample_dataset import SampleDataset, TokenSource
-from megatron.data.splits import DEFAULT_SPLIT, EVEN_SPLIT, Split, normalize, parse_split, split_ranges
+from megatron.data.splits import EVEN_SPLIT, Split, normalize, split_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -47,30 +49,11 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend | None
     """
     if not words:
         return None
-    firsts = [_number(word) for word in words[0::2]]
-    if len(words) % 2 or all(number is None for number in firsts):
-        return Blend(prefixes=tuple(words))
-    weights = tuple(number for number in firsts if number is not None)
-    if len(weights) != len(firsts):
-        missing = [word for word, number in zip(words[0::2], firsts) if number is None]
-        raise ValueError(
-            f"{flag} {' '.join(words)}: {missing} stand where weights are expected; write 'weight prefix' "
-            "for each dataset, or prefixes alone"
-        )
-    for weight, prefix in zip(weights, words[1::2]):
-        if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(
-                f"{flag} {weight:g} {prefix}: a weight must be a positive number; leave the dataset out to "
-                "draw nothing from it"
-            )
-    return Blend(prefixes=tuple(words[1::2]), weights=weights)
-
-
-def _number(word: str) -> float | None:
     try:
-        return float(word)
-    except ValueError:
-        return None
+        prefixes, weights = read_blend(words)
+    except ValueError as error:
+        raise ValueError(f"{flag} {' '.join(words)}: {error}") from None
+    return Blend(prefixes=prefixes, weights=weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +291,10 @@ def _build_shared(
     if split_text is None:
         split_text = EVEN_SPLIT if shared is None else DEFAULT_SPLIT
         logger.info("--split is not given: %s", split_text)
-    shares = parse_split(split_text)
+    try:
+        shares = parse_split(split_text)
+    except ValueError as error:
+        raise ValueError(f"--split {split_text!r}: {error}") from None
     ranges = [split_ranges(shares, len(source.sequence_lengths)) for source in sources]
     share = f"--split {split_text!r}"
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import enum
 import itertools
-import math
 
 import numpy as np
 import numpy.typing as npt
 
-DEFAULT_SPLIT = "969, 30, 1"
 EVEN_SPLIT = "1,1,1"  # of mock data, where none is given
 
 
@@ -19,30 +17,6 @@ class Split(enum.Enum):
     TRAIN = "train"
     VALID = "valid"
     TEST = "test"
-
-
-def parse_split(text: str) -> tuple[float, float, float]:
-    """'969, 30, 1' as three shares of sum 1; shares left out at the end are 0.
-
-    Raises:
-        ValueError: not one to three numbers, a negative one, or all zero.
-    """
-    words = [word.strip() for word in text.split(",")]
-    try:
-        shares = [float(word) for word in words]
-    except ValueError:
-        shares = [math.nan]
-    if (
-        len(words) > 3
-        or not all(math.isfinite(share) and share >= 0 for share in shares)
-        or not 0 < sum(shares) < math.inf
-    ):
-        raise ValueError(
-            f"--split {text!r}: must be one to three numbers of 0 or more that are not all 0, separated by "
-            f"commas: the shares of training, validation and test, such as {DEFAULT_SPLIT!r} or '98,2,0'"
-        )
-    train, valid, test = normalize([*shares, 0.0, 0.0][:3])
-    return train, valid, test
 
 
 def normalize(shares: list[float]) -> list[float]:
