@@ -50,7 +50,7 @@ class Difference:
 class ScheduleLengths:
     """Lengths of the learning rate and weight decay schedules, all in samples."""
 
-    warmup: int
+    warmup: float
     decay: int
     wsd_decay: int | None
     weight_decay_ramp: int
@@ -110,7 +110,8 @@ class MegatronConfig:
         optimizer, total = self.optimizer, self.train_samples(world_size)
         if self.training.train_samples is not None:
             decay = total if optimizer.lr_decay_samples is None else optimizer.lr_decay_samples
-            warmup, wsd_decay = optimizer.lr_warmup_samples, optimizer.lr_wsd_decay_samples
+            warmup: float = optimizer.lr_warmup_samples
+            wsd_decay = optimizer.lr_wsd_decay_samples
         else:
             batch = self.global_batch_size(world_size)
             decay = total if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters * batch
@@ -118,7 +119,7 @@ class MegatronConfig:
             last = optimizer.lr_wsd_decay_iters
             wsd_decay = None if last is None else last * batch
         if optimizer.lr_warmup_fraction is not None:
-            warmup = int(optimizer.lr_warmup_fraction * decay)
+            warmup = optimizer.lr_warmup_fraction * decay
         return ScheduleLengths(warmup=warmup, decay=decay, wsd_decay=wsd_decay, weight_decay_ramp=total)
 
     def model_vocab_size(self, tokenizer_size: int) -> int:

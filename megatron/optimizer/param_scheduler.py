@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from megatron.config.megatron_config import ScheduleLengths
 from megatron.config.optimizer import DecayStyle, OptimizerConfig, WeightDecayStyle, WsdDecayStyle
 
 OnLoad = Literal["check", "override", "use_checkpoint"]
@@ -244,51 +245,24 @@ class ParamScheduler:
 
 
 def build_param_scheduler(
-    config: OptimizerConfig,
-    *,
-    global_batch_size: int,
-    train_iters: int | None,
-    train_samples: int | None,
-    on_load: OnLoad = "check",
+    config: OptimizerConfig, lengths: ScheduleLengths, *, on_load: OnLoad = "check"
 ) -> ParamScheduler:
-    """The schedules of a run of `train_iters` iterations or of `train_samples` samples, one of them given.
-
-    Iterations count as the final global batch size, also while the batch size is still ramping up, as in
-    Megatron-LM.
-    """
-    assert (train_iters is None) != (train_samples is None), "give train_iters or train_samples"
-    warmup: float
-    wsd: int | None
-    if train_iters is not None:
-        length = train_iters * global_batch_size
-        decay = length if config.lr_decay_iters is None else config.lr_decay_iters * global_batch_size
-        wsd = None if config.lr_wsd_decay_iters is None else config.lr_wsd_decay_iters * global_batch_size
-        warmup = config.lr_warmup_iters * global_batch_size
-    else:
-        assert train_samples is not None
-        length = train_samples
-        decay = length if config.lr_decay_samples is None else config.lr_decay_samples
-        wsd = config.lr_wsd_decay_samples
-        warmup = config.lr_warmup_samples
-    if config.lr_warmup_fraction is not None:
-        warmup = config.lr_warmup_fraction * decay
-    start_wd = config.weight_decay if config.start_weight_decay is None else config.start_weight_decay
-    end_wd = config.weight_decay if config.end_weight_decay is None else config.end_weight_decay
+    """The schedules of a run, whose lengths in samples follow from its configuration."""
     return ParamScheduler(
         LearningRateSchedule(
             max_lr=config.lr,
             min_lr=config.min_lr,
             init_lr=config.lr_warmup_init,
-            lr_warmup_steps=warmup,
-            lr_decay_steps=decay,
+            lr_warmup_steps=lengths.warmup,
+            lr_decay_steps=lengths.decay,
             lr_decay_style=config.lr_decay_style,
-            wsd_decay_steps=wsd,
+            wsd_decay_steps=lengths.wsd_decay,
             lr_wsd_decay_style=config.lr_wsd_decay_style,
         ),
         WeightDecaySchedule(
-            start_wd=start_wd,
-            end_wd=end_wd,
-            wd_incr_steps=length,
+            start_wd=config.weight_decay if config.start_weight_decay is None else config.start_weight_decay,
+            end_wd=config.weight_decay if config.end_weight_decay is None else config.end_weight_decay,
+            wd_incr_steps=lengths.weight_decay_ramp,
             wd_incr_style=config.weight_decay_incr_style,
         ),
         on_load=on_load,

@@ -117,11 +117,7 @@ def build_run(
             count_zeros=config.logging.log_num_zeros_in_grad,
         ),
         scheduler=build_param_scheduler(
-            config.optimizer,
-            global_batch_size=batch_sizes.global_batch_size,
-            train_iters=config.training.train_iters,
-            train_samples=config.training.train_samples,
-            on_load=_schedule_on_load(context),
+            config.optimizer, config.schedule_lengths(state.world.size), on_load=_schedule_on_load(context)
         ),
         batch_sizes=batch_sizes,
         plans=plan_builder(config, layout),

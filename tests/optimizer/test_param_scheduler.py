@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron.config.megatron_config import ScheduleLengths
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer.param_scheduler import (
     LearningRateSchedule,
@@ -162,22 +163,16 @@ def test_a_state_of_megatron_lm_is_understood() -> None:
 CONFIG = {"lr": 1e-3, "min_lr": 1e-4}
 
 
-def test_iterations_count_as_global_batches() -> None:
+def test_the_schedules_take_the_lengths_of_the_run() -> None:
     config = OptimizerConfig(
-        **CONFIG, lr_warmup_iters=5, lr_decay_iters=80, lr_wsd_decay_iters=10, lr_decay_style="WSD"
+        **CONFIG, lr_decay_style="WSD", start_weight_decay=0.1, end_weight_decay=0.2, weight_decay_incr_style="linear"
     )
-    scheduler = build_param_scheduler(config, global_batch_size=32, train_iters=100, train_samples=None)
+    lengths = ScheduleLengths(warmup=160, decay=2560, wsd_decay=320, weight_decay_ramp=3200)
+    scheduler = build_param_scheduler(config, lengths)
     schedule = scheduler.learning_rate_schedule
     assert (schedule.lr_warmup_steps, schedule.lr_decay_steps, schedule.wsd_decay_steps) == (160, 2560, 320)
     assert scheduler.weight_decay_schedule.wd_incr_steps == 3200
-
-
-def test_samples_count_as_they_are_and_the_decay_takes_the_whole_run_by_default() -> None:
-    config = OptimizerConfig(**CONFIG, lr_warmup_fraction=0.01)
-    schedule = build_param_scheduler(
-        config, global_batch_size=32, train_iters=None, train_samples=5000
-    ).learning_rate_schedule
-    assert (schedule.lr_warmup_steps, schedule.lr_decay_steps) == (50.0, 5000)
+    assert scheduler.weight_decay == 0.1
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from megatron.core.comm_group import CommGroup
 from megatron.core.tensor_parallel.mappings import apply_eagerly
 
 
-def main_grad_of(parameter: Tensor) -> Tensor | None:
+def main_grad_if_any(parameter: Tensor) -> Tensor | None:
     """The buffer that gradients of `parameter` are added to, if there is one."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     return main_grad
@@ -62,7 +62,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         # Kept by itself: what comes out of the saved tensors may be a detached alias (recomputation,
         # offloading).
-        ctx.main_grad = main_grad_of(weight)
+        ctx.main_grad = main_grad_if_any(weight)
         ctx.group, ctx.sequence_parallel, ctx.reduce = group, sequence_parallel, input_gradient_reduce
         return F.linear(all_gather(x, group) if sequence_parallel else x, weight, bias)  # [s, b, out/t]
 

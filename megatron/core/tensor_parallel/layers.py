@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import Init, Piece, Shard, even_pieces, set_shard, whole_pieces
-from megatron.core.tensor_parallel.async_linear import main_grad_of, parallel_linear
+from megatron.core.tensor_parallel.async_linear import main_grad_if_any, parallel_linear
 from megatron.core.tensor_parallel.mappings import (
     apply_eagerly,
     gather_from_tensor_parallel_region,
@@ -190,7 +190,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.main_grad = main_grad_of(weight)
+        ctx.main_grad = main_grad_if_any(weight)
         return F.embedding(rows, weight)
 
     @staticmethod
@@ -266,7 +266,7 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_tensor_parallel_region(embedded, self.group)
 
     def _lookup(self, rows: Tensor) -> Tensor:
-        if main_grad_of(self.weight) is None or not self.weight.requires_grad:
+        if main_grad_if_any(self.weight) is None or not self.weight.requires_grad:
             return F.embedding(rows, self.weight)
         return apply_eagerly(_Lookup, self.weight, rows)
 
