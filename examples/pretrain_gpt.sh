@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Pretrain a GPT of 1.3 billion parameters on one node or several. On each node:
+# Pretrain a GPT of 1.3 billion parameters on one node or several. On each node, from the folder that holds data/:
 #   NNODES=4 NODE_RANK=<0 … 3> MASTER_ADDR=<host of node 0> bash examples/pretrain_gpt.sh
-# Made for nodes of 8 GPUs; the layout is tensor 2 × pipeline 2 × data (all the rest).
+# Made for nodes of 8 GPUs; the layout is tensor 2 × pipeline 2 × data (all the rest). Flags after the name are
+# appended, and win: bash examples/pretrain_gpt.sh --micro-batch-size 1
 set -euo pipefail
 
 DATA_PATH=${DATA_PATH:-data/corpus_text_document}   # prefix of .bin and .idx: tools/preprocess_data.py writes them
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-data/tokenizer.model}
-CHECKPOINTS=${CHECKPOINTS:-checkpoints/gpt-1.3b}
+CHECKPOINTS=${CHECKPOINTS:-checkpoints/gpt-1.3b}    # on a file system that all nodes share
 
 launch=(
     --nproc-per-node "${GPUS_PER_NODE:-8}"
@@ -16,14 +17,13 @@ launch=(
 )
 
 model=(
-    --num-layers 24 --hidden-size 2048 --num-attention-heads 16
-    --seq-length 2048 --max-position-embeddings 2048
+    --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights
-    --hidden-dropout 0 --attention-dropout 0    # Megatron-LM's default is 0.1; large corpora need none
+    --hidden-dropout 0 --attention-dropout 0    # 0.1 when not given, as in Megatron-LM; large corpora need none
 )
 
-# Tensor parallelism talks most: keep it inside a node. Sequence parallelism halves the memory of activations here.
+# Tensor parallelism talks most: keep it inside a node. Sequence parallelism splits what it leaves whole.
 layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2)
 
 training=(
@@ -44,5 +44,5 @@ output=(
     --log-json "$CHECKPOINTS/log.jsonl" --tensorboard-dir "$CHECKPOINTS/tensorboard"
 )
 
-exec torchrun "${launch[@]}" pretrain_gpt.py \
+exec torchrun "${launch[@]}" "$(dirname "${BASH_SOURCE[0]}")/../pretrain_gpt.py" \
     "${model[@]}" "${layout[@]}" "${training[@]}" "${data[@]}" "${output[@]}" "$@"

@@ -1,0 +1,94 @@
+"""The parts of the documents that follow from the code. `python -m tests.docs.render` writes them anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.config.megatron_flags import _ALREADY_SO, known_flag
+from megatron.core.parallel_state import describe_groups
+from megatron.core.pipeline_parallel.schedule_plan import Schedule, build_plan
+from megatron.core.pipeline_parallel.simulate import draw
+from megatron.core.rank_grid import RankGrid
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"(<!-- rendered: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+# Those of published launch scripts that come up most, one or two of each reason.
+_REFUSED = """
+--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce --recompute-granularity --recompute-activations
+--checkpoint-activations --transformer-impl=transformer_engine --attention-backend=fused --ckpt-format --use-dist-ckpt
+--use-checkpoint-args --async-save --context-parallel-size=2 --num-experts --use-legacy-models
+--deterministic-mode --use-torch-fsdp2 --fp8-format --cross-entropy-loss-fusion --tp-comm-overlap --profile
+--log-memory-to-tensorboard --wandb-project --manual-gc --yaml-cfg --train-data --bert-no-binary-head
+"""
+
+
+def documents() -> list[Path]:
+    """All documents that a user reads."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def already_so() -> str:
+    lines = ["| because | flags |", "| --- | --- |"]
+    for because, names in _ALREADY_SO:
+        shown = (f"`{name.replace('=*', '').replace('=', ' ')}`" for name in names.split())
+        lines.append(f"| {because} | {', '.join(shown).replace('|', ' or ')} |")
+    return "\n".join(lines)
+
+
+def refused() -> str:
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for word in _REFUSED.split():
+        name, _, value = word.partition("=")
+        known = known_flag(name)
+        if known is None:  # an option that is refused with this value only
+            key = ("training with it is not available in this version", "1")
+        else:
+            assert known.reason and not known.already_so(value.split()), name
+            key = (known.reason, known.instead)
+        reasons.setdefault(key, []).append(f"`{name} {value}`" if value else f"`{name}`")
+    lines = ["| flags | why | in their place |", "| --- | --- | --- |"]
+    lines += [f"| {', '.join(flags)} | {reason} | {instead} |" for (reason, instead), flags in reasons.items()]
+    return "\n".join(lines)
+
+
+def rank_map() -> str:
+    grid = RankGrid(tp=2, dp=2, pp=4)
+    heading, *ranks = describe_groups(grid, [f"node{rank // 8}" for rank in range(16)]).splitlines()
+    rows = []
+    for line in ranks:
+        position, *groups = line.split(" | ")
+        groups = [group for group in groups if not group.startswith(("context", "data-context"))]
+        rows.append([position.replace(" cp=0", ""), *groups, ""][:6])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join(["```text", heading, *table, "```"])
+
+
+def pipelines() -> str:
+    plans: list[tuple[Schedule, int]] = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2)]
+    drawings = [
+        draw(build_plan(schedule, num_stages=4, num_microbatches=8, num_chunks=chunks), num_chunks=chunks)
+        for schedule, chunks in plans
+    ]
+    return "\n".join(["```text", "\n\n".join(drawings), "```"])
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "already-so": already_so,
+    "refused": refused,
+    "rank-map": rank_map,
+    "pipelines": pipelines,
+}
+
+
+def rendered(text: str) -> str:
+    """The document with its rendered parts as they should be."""
+    return BLOCK.sub(lambda match: f"{match[1]}{PARTS[match[2]]()}\n{match[4]}", text)
+
+
+if __name__ == "__main__":
+    for document in documents():
+        document.write_text(rendered(document.read_text(encoding="utf-8")), encoding="utf-8")
