@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,13 +25,18 @@ from megatron.training.setup import gpt_model
 from megatron.training.train_step import train_step
 from pretrain_gpt import forward_step
 
+# Documents of some 20 tokens, the end of each token 250. Its indices are kept from one test run to the next.
+CORPUS = Path(__file__).parents[1] / "fixtures" / "gpt_dataset" / "data" / "alpha"
+INDICES = Path(tempfile.gettempdir()) / "megatron-test-indices"
+
 # A GPT that every tensor-parallel size up to 8 divides, 3 too, with a vocabulary that none does, on data whose
 # documents end in the middle of samples, so that token counts differ between micro-batches.
 TINY_GPT = [
     *("--num-layers", "4", "--hidden-size", "48", "--num-attention-heads", "24", "--kv-channels", "4"),
     *("--ffn-hidden-size", "96", "--seq-length", "24", "--max-position-embeddings", "24"),
     *("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "3"),
-    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "61", "--mock-data", "--split", "90,10,0"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "251"),
+    *("--data-path", str(CORPUS), "--split", "90,10,0", "--data-cache-path", str(INDICES)),
     *("--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"),
     *("--lr", "1e-2", "--lr-decay-style", "cosine", "--clip-grad", "0.5", "--weight-decay", "0.1"),
     *("--hidden-dropout", "0", "--attention-dropout", "0", "--eval-iters", "0", "--num-workers", "0"),

@@ -34,6 +34,7 @@ class Case:
         return self.tp * self.pp * self.dp
 
     def valid(self) -> bool:
+        """Whether the program takes it. Nine layers are for eight chunks alone, to which four or five do not suffice."""
         return (
             self.world_size <= 8
             and (self.groups % self.tp == 0 or self.tp % self.groups == 0)
@@ -41,7 +42,7 @@ class Case:
             and not (self.vpp > 1 and (self.pp == 1 or self.schedule == "gpipe"))
             and not (self.schedule == "gpipe" and self.pp == 1)
             and not (self.order == "tp-pp-dp" and (self.pp == 1 or self.dp == 1))
-            and self.layers >= self.pp * self.vpp
+            and (self.layers == 9) == (self.pp * self.vpp == 8)
         )
 
     @property
