@@ -274,8 +274,15 @@ def _join_world(
     roll.set(str(rank), launch.node)
     try:
         roll.wait([str(other) for other in range(world_size)], timeout)
-    except dist.DistStoreError as error:
-        missing = [other for other in range(world_size) if not roll.check([str(other)])]
+    except dist.DistError as error:
+        try:
+            missing = [other for other in range(world_size) if not roll.check([str(other)])]
+        except dist.DistError:
+            raise LaunchError(
+                f"rank {rank} lost the rendezvous at {launch.master_addr}:{launch.master_port} while it waited for a "
+                f"world of {world_size}: the process that hosts it has ended, and says why",
+                speaks=launch.local_rank == 0,
+            ) from error
         raise LaunchError(
             f"rank {rank} waited {timeout.total_seconds():.0f} s for a world of {world_size}, and rank(s) "
             f"{missing} did not come; each node must run\n  "

@@ -1,0 +1,290 @@
+"""The start of a rank: what the launcher says, who is missing, what the arguments break, which groups there are."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.problems import ConfigError
+from megatron.core import parallel_state
+from megatron.training import initialize
+from megatron.training.initialize import (
+    LaunchEnvironment,
+    LaunchError,
+    initialize_megatron,
+    launch_line,
+    read_launch_environment,
+)
+from tests.checkpointing.processes import _CONTEXT
+from tests.helpers.launch import launch_tiny, pretrain_tiny
+from tests.helpers.tiny import TINY_GPT, tiny_config
+
+TORCHRUN = {
+    **{"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"},
+    **{"MASTER_ADDR": "node-a", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+}
+SLURM = {
+    **{"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "8"},
+    **{"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_groups_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in (*TORCHRUN, *SLURM):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+# ---- what the launcher says ----
+
+
+def test_a_process_that_nobody_launched_is_a_world_of_one() -> None:
+    assert read_launch_environment({}) == LaunchEnvironment()
+
+
+def test_variables_of_torchrun() -> None:
+    launch = read_launch_environment(TORCHRUN)
+    assert (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size) == (5, 16, 1, 4)
+    assert (launch.master_addr, launch.master_port, launch.launched, launch.slurm) == ("node-a", 29500, True, False)
+    assert not launch.hosts_store
+    assert launch.node == f"{socket.gethostname()}#1"
+
+
+def test_rank_0_hosts_the_store_where_no_agent_does() -> None:
+    variables = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_USE_AGENT_STORE"}
+    assert [read_launch_environment({**variables, "RANK": rank}).hosts_store for rank in ("0", "1")] == [True, False]
+
+
+def test_variables_of_slurm() -> None:
+    launch = read_launch_environment(SLURM)
+    assert (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size) == (0, 16, 0, 8)
+    assert launch.launched
+    assert launch.slurm
+    assert launch.hosts_store
+    assert launch.node == socket.gethostname()
+
+
+def test_torchrun_inside_a_slurm_job_counts() -> None:
+    assert read_launch_environment({**SLURM, **TORCHRUN}).rank == 5
+
+
+def test_one_slurm_task_is_a_world_of_one_and_needs_no_address() -> None:
+    """As in an interactive job, where nothing but Slurm has set variables."""
+    assert read_launch_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == LaunchEnvironment()
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_an_incomplete_environment_is_refused_with_the_launch_line(missing: str) -> None:
+    variables = {name: value for name, value in TORCHRUN.items() if name != missing}
+    with pytest.raises(LaunchError, match=f"lacks {missing} .*\n  torchrun --nproc-per-node 2 ") as failure:
+        read_launch_environment(variables)
+    assert failure.value.speaks
+
+
+def test_slurm_without_an_address_is_told_how_to_find_one() -> None:
+    variables = {name: value for name, value in SLURM.items() if not name.startswith("MASTER")}
+    with pytest.raises(LaunchError, match=r"lacks MASTER_ADDR, MASTER_PORT .*\n  export MASTER_ADDR=.*scontrol.*srun"):
+        read_launch_environment(variables)
+
+
+@pytest.mark.parametrize("name, value", [("RANK", "one"), ("WORLD_SIZE", "-4"), ("MASTER_PORT", "")])
+def test_variables_that_are_no_numbers_are_refused(name: str, value: str) -> None:
+    with pytest.raises(LaunchError, match=f"has {name}={value}, which must be whole numbers"):
+        read_launch_environment({**TORCHRUN, name: value})
+
+
+def test_a_rank_outside_the_world_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"RANK=16 is not in 0 … 15 \(WORLD_SIZE=16\).*\n  torchrun --nnodes 4 "):
+        read_launch_environment({**TORCHRUN, "RANK": "16"})
+
+
+def test_launch_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/home/me/pretrain_gpt.py"])
+    assert launch_line(8) == "torchrun --nproc-per-node 8 pretrain_gpt.py …"
+    assert launch_line(20) == (
+        "torchrun --nnodes 3 --nproc-per-node 8 --node-rank <0 … 2> --master-addr <host of node 0> "
+        "--master-port 29500 pretrain_gpt.py …"
+    )
+    assert launch_line(16, 8, slurm=True).endswith("srun --ntasks 16 --ntasks-per-node 8 python pretrain_gpt.py …")
+
+
+# ---- who is missing ----
+
+
+def _join(rank: int, world_size: int, port: int, seconds: float, sender) -> None:  # type: ignore[no-untyped-def]
+    """Join a world over TCP; tell what went wrong, whether this rank should print it, and after how long."""
+    launch = LaunchEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        launched=True,
+        master_addr="127.0.0.1",
+        master_port=port,
+        hosts_store=rank == 0,
+    )
+    start = time.monotonic()
+    try:
+        initialize._join_world(launch, "gloo", torch.device("cpu"), timedelta(seconds=seconds))
+        sender.send(("", False, time.monotonic() - start))
+    except LaunchError as error:
+        sender.send((str(error), error.speaks, time.monotonic() - start))
+
+
+def joined(present: list[int], world_size: int, seconds: float = 1.5) -> list[tuple[str, bool, float]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    receivers = []
+    for rank in present:
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        _CONTEXT.Process(target=_join, args=(rank, world_size, port, seconds, sender), daemon=True).start()
+        receivers.append(receiver)
+    for receiver in receivers:
+        assert receiver.poll(30), "a rank waits on"
+    return [receiver.recv() for receiver in receivers]
+
+
+@pytest.mark.parametrize("present, missing", [([0, 1, 3], [2]), ([0, 2], [1, 3])])
+def test_the_roll_call_names_the_ranks_that_did_not_come(present: list[int], missing: list[int]) -> None:
+    outcomes = joined(present, 4)
+    texts = [text for text, _, _ in outcomes]
+    assert f"rank(s) {missing} did not come; each node must run\n  torchrun --nproc-per-node 4 " in texts[0]
+    for text in texts[1:]:  # rank 0, which hosts the store, may have left first
+        assert f"rank(s) {missing} did not come" in text or "lost the rendezvous" in text
+    assert [speaks for _, speaks, _ in outcomes] == [True] + [False] * (len(present) - 1)
+    assert all(waited < 15 for _, _, waited in outcomes)
+
+
+def test_without_rank_0_the_others_say_where_they_looked_for_it() -> None:
+    ((text, speaks, waited),) = joined([1], 2)
+    assert "rank 1 could not reach the rendezvous at 127.0.0.1:" in text
+    assert "start rank 0 there first, or correct MASTER_ADDR and MASTER_PORT" in text
+    assert not speaks  # local rank 1: local rank 0 of its node says it
+    assert waited < 15
+
+
+# ---- arguments ----
+
+
+def test_a_wrong_argument_is_printed_by_rank_0_alone_and_ends_all_ranks_with_code_2(tmp_path: Path) -> None:
+    outcome = pretrain_tiny(tmp_path, "--lr", "-1", "--learning-rat", "1", ranks=2)
+    assert outcome.codes == [2, 2]
+    assert outcome.err[0].startswith("pretrain_gpt.py: error: ")
+    assert "--lr" in outcome.err[0]
+    assert "--learning-rat" in outcome.err[0]
+    assert "Traceback" not in outcome.err[0]
+    assert outcome.err[1] == outcome.out[1] == ""
+
+
+def test_a_world_that_the_layout_does_not_divide_is_refused(tmp_path: Path) -> None:
+    outcome = pretrain_tiny(tmp_path, "--tensor-model-parallel-size", "2", ranks=3)
+    assert outcome.codes == [2, 2, 2]
+    assert "do not divide the 3 started" in outcome.err[0]
+    assert "start 2 or 4 processes" in outcome.err[0]
+
+
+def test_a_world_size_that_was_not_started_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--world-size 4.*the launcher has started 1 process"):
+        initialize_megatron([*TINY_GPT, "--world-size", "4"])
+
+
+def test_a_configuration_for_another_world_is_refused_with_the_launch_line() -> None:
+    with pytest.raises(LaunchError, match=r"--world-size 4, but 1 rank.*\n  torchrun --nproc-per-node 4 "):
+        initialize_megatron(tiny_config("--world-size", "4", world_size=4))
+
+
+def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LaunchError, match=r"--distributed-backend nccl needs a GPU.*--distributed-backend gloo"):
+        initialize_megatron([*TINY_GPT, "--distributed-backend", "nccl"])
+
+
+@pytest.mark.parametrize(
+    "sizes, world_size, expected",
+    [
+        (
+            ("--tensor-model-parallel-size", "8"),
+            1536,
+            ["1536 ranks on 192 node(s)", "tensor 8", "data 192", "rank 1535 on node191"],
+        ),
+        (
+            ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4"),
+            512,
+            ["512 ranks on 64 node(s)", "tensor 2", "pipeline 4", "data 64", "pipeline [0, 128, 256, 384]"],
+        ),
+    ],
+)
+def test_the_map_of_another_world_is_printed_by_one_process(
+    sizes: tuple[str, ...], world_size: int, expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        initialize_megatron(["--print-parallel-groups", "--world-size", str(world_size), *sizes])
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in expected), printed[:400]
+    assert printed.count("\nrank ") == world_size
+
+
+# ---- the three ways to start ----
+
+
+def test_arguments_a_configuration_and_the_command_line_start_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts = [initialize_megatron(TINY_GPT)]
+    parallel_state.destroy_model_parallel()
+    contexts.append(initialize_megatron(contexts[0].config))
+    parallel_state.destroy_model_parallel()
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *TINY_GPT])
+    contexts.append(initialize_megatron())
+    assert contexts[0].config == contexts[1].config == contexts[2].config
+    assert {context.state.world.size for context in contexts} == {1}
+    assert parallel_state.get_tensor_model_parallel_world_size() == 1
+
+
+def test_a_programs_own_arguments() -> None:
+    def provider(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--my-data-root")
+
+    context = initialize_megatron([*TINY_GPT, "--my-data-root", "here"], provider)
+    assert context.extra.my_data_root == "here"
+
+
+def test_a_second_start_is_refused() -> None:
+    initialize_megatron(TINY_GPT)
+    with pytest.raises(RuntimeError, match=r"groups exist already; call destroy_model_parallel"):
+        initialize_megatron(TINY_GPT)
+
+
+def test_a_configuration_is_checked_before_the_start() -> None:
+    config = tiny_config("--tensor-model-parallel-size", "2", world_size=2)
+    with pytest.raises(ConfigError, match="do not divide the 1 started"):
+        initialize_megatron(config)
+
+
+# ---- the map of a started world ----
+
+
+def test_a_tensor_parallel_group_that_spans_nodes_gets_a_warning_that_says_what_it_costs(tmp_path: Path) -> None:
+    """Two agents on one machine count as two nodes."""
+    outcome = launch_tiny(
+        tmp_path,
+        *("--tensor-model-parallel-size", "4", "--train-iters", "1", "--print-parallel-groups"),
+        ranks=4,
+        environment=lambda rank: {"GROUP_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"},
+    ).wait()
+    outcome.check()
+    # 4 collectives of a float32 activation of 24 x 1 x 48
+    assert "warning: 1 tensor-parallel group(s) span nodes, the first being ranks [0, 1, 2, 3]" in outcome.out[0]
+    assert f"reduces {4 * 24 * 48 * 4 / 1e6:.1f} MB per micro-batch over the network" in outcome.out[0]
+    assert "--tensor-model-parallel-size 2 or a divisor of it" in outcome.out[0]
+    assert f"rank 2 on {socket.gethostname()}#1: " in outcome.out[0]
+    assert not any("warning" in text for text in outcome.out[1:])

@@ -1,0 +1,183 @@
+"""Training in each precision, and what a number that is not finite does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.core.tensor_parallel.random import DropoutStream
+from megatron.data.batches import GPTBatch
+from megatron.training.pretrain import train
+from megatron.training.train_step import train_step
+from pretrain_gpt import forward_step
+from tests.helpers.launch import TINY_GPT, launch
+from tests.helpers.numerics import assert_bitwise
+from tests.training.runs import build, trained
+from tests.training.test_train_step import state_of
+
+# ---- fp64 ----
+
+
+class DtypesSeen(TorchDispatchMode):
+    """Counts the operations that give a float32 or lower tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64:
+                self.low[f"{func} -> {tensor.dtype} {tuple(tensor.shape)}"] += 1
+        return result
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--qk-layernorm"),
+        ("--position-embedding-type", "alibi", "--optimizer", "sgd", "--no-calculate-per-token-loss"),
+    ],
+    ids=["gpt", "llama", "alibi"],
+)
+def test_a_step_in_fp64_makes_no_tensor_of_less(flags: tuple[str, ...]) -> None:
+    """Dropout, norms, losses, clipping, the logged norm of the parameters and an evaluation included."""
+    run, recorder = build(
+        *("--fp64", "--train-iters", "2", "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--log-params-norm"),
+        *("--eval-iters", "1", "--eval-interval", "1", "--log-num-zeros-in-grad"),
+        *flags,
+    )
+    with DtypesSeen() as seen:
+        train(run)
+    assert len(recorder.steps) == 2
+    # the table of rotary angles is float32 in every precision: [s, 1] positions, [d/2] frequencies, [s, 1, 1, d/2]
+    tables = {"(24, 1)", "(2,)", "(24, 1, 1, 2)"} if "rope" in flags else set()
+    assert not [made for made in seen.low if not any(made.endswith(f"float32 {table}") for table in tables)]
+
+
+def test_the_detector_of_float32_tensors_works() -> None:
+    run, _ = build("--train-iters", "1")
+    with DtypesSeen() as seen:
+        train(run)
+    assert seen.low
+
+
+# ---- bf16 ----
+
+
+def test_bf16_keeps_float32_main_weights_and_trains() -> None:
+    run, recorder = trained("--bf16", "--train-iters", "3")
+    _, exact = trained("--train-iters", "3")
+    # rounding of 8 bits in the logits, against a loss of some 5.5
+    assert recorder.losses == pytest.approx(exact.losses, rel=2**-7)
+    state = state_of(run)
+    assert {tensor.dtype for name, tensor in state.items() if name.startswith("model.")} == {torch.bfloat16}
+    assert {tensor.dtype for name, tensor in state.items() if name.startswith("optimizer.")} == {torch.float32}
+    for name, tensor in state.items():
+        if name.startswith("optimizer.main_param."):
+            assert_bitwise(state["model." + name.removeprefix("optimizer.main_param.")], tensor.bfloat16(), name)
+
+
+# ---- fp16 ----
+
+FP16 = ("--fp16", "--hysteresis", "1", "--loss-scale-window", "4", "--lr-warmup-iters", "1")
+
+
+def test_an_overflow_halves_the_loss_scale_skips_the_step_and_the_run_goes_on() -> None:
+    run, recorder = build(*FP16, "--initial-loss-scale", str(2.0**24), "--train-iters", "20")
+    before = state_of(run)
+    first = train_step(run)
+    assert not first.applied
+    assert not first.nan
+    assert run.scheduler.num_steps == 0
+    for name, tensor in state_of(run).items():
+        assert_bitwise(tensor, before[name], name)
+    train(run)
+    scales = [first.loss_scale] + [step.loss_scale for step in recorder.steps]
+    steps = [first, *recorder.steps]
+    assert any(step.applied for step in steps)
+    for step, scale in zip(steps, scales[1:]):
+        assert scale == step.loss_scale / 2 if not step.applied else scale in (step.loss_scale, 2 * step.loss_scale)
+    assert steps[-1].consumed_samples == 20 * 8
+    assert run.scheduler.num_steps == 8 * sum(step.applied for step in steps)
+    assert not any(step.nan for step in steps)
+
+
+def test_the_loss_scale_and_its_counters_survive_a_resume(tmp_path: Path) -> None:
+    arguments = [*FP16, "--initial-loss-scale", str(2.0**24), "--train-iters", "14", "--log-interval", "1"]
+    _, straight = trained(*arguments)
+    folder = str(tmp_path)
+    _, first = trained(*arguments, "--save", folder, "--exit-interval", "7")
+    _, second = trained(*arguments, "--load", folder)
+    assert len(first.steps) == len(second.steps) == 7
+    reports = [{**step.as_json(), "seconds": 0, "tokens_per_second": 0} for step in first.steps + second.steps]
+    assert reports == [{**step.as_json(), "seconds": 0, "tokens_per_second": 0} for step in straight.steps]
+    assert len({step.loss_scale for step in straight.steps}) > 2
+
+
+# ---- not finite ----
+
+POISONED_SAMPLE = 9  # of the second iteration; on the second of two data-parallel ranks
+
+
+def poisoned_forward_step(
+    batch: GPTBatch, chunk: nn.Module, hidden_states: Tensor | None, dropout: DropoutStream | None
+) -> Tensor | dict[str, Tensor]:
+    """A sample whose loss is NaN."""
+    output = forward_step(batch, chunk, hidden_states, dropout)
+    if isinstance(output, Tensor) or POISONED_SAMPLE not in batch.sample_ids.tolist():
+        return output
+    return {name: loss * float("nan") for name, loss in output.items()}
+
+
+def pretrain_poisoned() -> None:
+    from megatron.training.data_loaders import gpt_datasets
+    from megatron.training.pretrain import pretrain
+    from megatron.training.setup import gpt_model
+
+    pretrain(gpt_datasets, gpt_model, poisoned_forward_step)
+
+
+def test_a_nan_stops_all_ranks_with_an_error_that_names_rank_and_parameter(tmp_path: Path) -> None:
+    outcome = launch(pretrain_poisoned, [*TINY_GPT, "--log-interval", "1"], ranks=2, folder=tmp_path).wait(30)
+    assert None not in outcome.codes, "a rank waits on"
+    assert 0 not in outcome.codes
+    assert "rank 1: gradients are not finite before any reduction: decoder." in outcome.err[1]
+    assert not any("rank 0: gradients" in text for text in outcome.err)
+    assert "iteration        2/" not in outcome.out[1]
+
+
+@pytest.mark.parametrize("precision", ["--fp64", "--fp16"])
+def test_a_nan_loss_of_the_last_stage_stops_all_stages(precision: str, tmp_path: Path) -> None:
+    """With fp16 too, where gradients that are not finite are no fault, and a loss that is not is one."""
+    outcome = launch(
+        pretrain_poisoned,
+        [*TINY_GPT, precision, "--pipeline-model-parallel-size", "2"],
+        ranks=2,
+        folder=tmp_path,
+    ).wait(30)
+    assert None not in outcome.codes, "a rank waits on"
+    assert 0 not in outcome.codes
+    assert all("FloatingPointError" in text or "NonFiniteGradientError" in text for text in outcome.err)
+
+
+def test_a_nan_that_does_not_stop_the_run_is_printed_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    run, recorder = trained(
+        *("--no-check-for-nan-in-loss-and-grad", "--log-interval", "3"), forward_step=poisoned_forward_step
+    )
+    assert [step.nan for step in recorder.steps] == [False, True, False]
+    assert [step.applied for step in recorder.steps] == [True, False, True]
+    assert recorder.steps[1].as_json()["lm loss"] == "nan"
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "| lm loss: NAN |" in line
+    assert "| number of skipped iterations:   1 | number of nan iterations:   1 |" in line
+    assert run.scheduler.num_steps == 16
