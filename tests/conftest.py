@@ -1,5 +1,28 @@
 """Set-up of every test: one thread a process, so that results and time do not depend on the machine's cores."""
 
+from __future__ import annotations
+
+import random
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--product-slice",
+        metavar="SEED:COUNT",
+        help="of the tests marked full run COUNT, drawn with SEED: another part of the product for each change",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.product_slice is None:
+        return
+    seed, _, count = config.option.product_slice.partition(":")
+    full = [item for item in items if item.get_closest_marker("full") is not None]
+    chosen = set(random.Random(seed).sample(full, min(int(count), len(full))))
+    config.hook.pytest_deselected(items=[item for item in full if item not in chosen])
+    items[:] = [item for item in items if item not in set(full) - chosen]

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.numerics import PARITY_FP64, assert_all_parity
+from tests.helpers.numerics import PARITY_FP32, PARITY_FP64, assert_all_parity
 from tests.helpers.tiny import StepResult, assemble, losses_of, train_steps
 from tests.parity.layouts import Case, all_cases, layout_product, pairwise_cover
 
@@ -17,33 +17,41 @@ PRODUCT = [case for case in layout_product() if case not in COVER]
 
 
 @cache
-def reference(model_arguments: tuple[str, ...]) -> list[StepResult]:
+def reference(*arguments: str) -> list[StepResult]:
     """The model trained on one rank, in micro-batches of one."""
-    return run_distributed(train_steps, 1, STEPS, "--fp64", *model_arguments)[0]
+    return run_distributed(train_steps, 1, STEPS, *arguments)[0]
 
 
-def check_parity(case: Case) -> None:
-    expected = reference(case.model_arguments)
-    ranks = run_distributed(
-        train_steps, case.world_size, STEPS, "--fp64", *case.model_arguments, *case.layout_arguments
-    )
+def check_parity(case: Case, *, precision: tuple[str, ...], bound: float, with_parameters: bool) -> None:
+    model = (*precision, *case.model_arguments)
+    expected = reference(*model)
+    ranks = run_distributed(train_steps, case.world_size, STEPS, *model, *case.layout_arguments)
     for step in range(STEPS):
-        assert losses_of(ranks, step) == pytest.approx(expected[step].losses, rel=PARITY_FP64)
+        assert losses_of(ranks, step) == pytest.approx(expected[step].losses, rel=bound)
         norms = [rank[step].grad_norm for rank in ranks]
-        assert norms == pytest.approx([expected[step].grad_norm] * len(ranks), rel=PARITY_FP64)
-        assert_all_parity(assemble(rank[step].gradients for rank in ranks), assemble([expected[step].gradients]))
-        assert_all_parity(assemble(rank[step].parameters for rank in ranks), assemble([expected[step].parameters]))
+        assert norms == pytest.approx([expected[step].grad_norm] * len(ranks), rel=bound)
+        gradients = assemble(rank[step].gradients for rank in ranks)
+        assert_all_parity(gradients, assemble([expected[step].gradients]))
+        if with_parameters:
+            parameters = assemble(rank[step].parameters for rank in ranks)
+            assert_all_parity(parameters, assemble([expected[step].parameters]))
 
 
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_pairwise_cover_of_layouts(case: Case) -> None:
-    check_parity(case)
+    check_parity(case, precision=("--fp64",), bound=PARITY_FP64, with_parameters=True)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", PRODUCT, ids=str)
 def test_product_of_layouts(case: Case) -> None:
-    check_parity(case)
+    check_parity(case, precision=("--fp64",), bound=PARITY_FP64, with_parameters=True)
+
+
+@pytest.mark.parametrize("case", [case for case in COVER if 1 < case.world_size <= 6][:4], ids=str)
+def test_float32_losses_norms_and_gradients_agree_too(case: Case) -> None:
+    """Not the weights: the gradient of a key bias is zero in theory, and Adam makes a step of the rounding in it."""
+    check_parity(case, precision=(), bound=PARITY_FP32, with_parameters=False)
 
 
 def test_the_cover_holds_every_axis_value() -> None:
