@@ -72,10 +72,10 @@ def open_checkpoint(config: MegatronConfig, state: ParallelState) -> Checkpoint 
         return None
     try:
         checkpoint = load_checkpoint(wanted.load, step=wanted.ckpt_step, world=state.world)
-    except NoCheckpointError:
+    except NoCheckpointError as error:
         if wanted.load_if_exists:
             return None
-        raise
+        raise NoCheckpointError(f"--load: {error}; --load-if-exists starts a new run where there is none") from error
     changes = difference(MegatronConfig.from_dict(checkpoint.metadata["config"]), config)
     refused = {"model"} if wanted.finetune else {"model", "data"}
     if state.rank == 0 and changes:
@@ -112,10 +112,13 @@ def load_run(run: Run, checkpoint: Checkpoint) -> None:
     if with_optimizer:
         tensors += run.optimizer.named_state()
     summary = checkpoint.load_into(tensors, world=run.state.world, ignore=() if with_optimizer else ("optimizer.",))
-    if with_optimizer:
-        run.optimizer.load_state_dict(checkpoint.metadata["optimizer"])
-    if not wanted.finetune:  # also with --no-load-optim: the position in the data goes on, so must the learning rate
-        run.scheduler.load_state_dict(checkpoint.metadata["scheduler"])
+    try:
+        if with_optimizer:
+            run.optimizer.load_state_dict(checkpoint.metadata["optimizer"])
+        if not wanted.finetune:  # also with --no-load-optim: the position in the data goes on, so must the rates
+            run.scheduler.load_state_dict(checkpoint.metadata["scheduler"])
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.folder}: {error}") from error
     run.optimizer.after_load(main_params_loaded=with_optimizer)
     for cast in summary.casts:
         run.print(f"  {cast}")

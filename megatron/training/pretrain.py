@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from signal import Signals
 
 import torch
 
+from megatron.checkpointing import CheckpointError
 from megatron.config.arguments import ExtraArgsProvider
 from megatron.core.collectives import barrier
 from megatron.model.flops import flops_per_batch
@@ -64,12 +66,20 @@ def pretrain(
 
     Raises:
         ConfigError, LaunchError: see `initialize_megatron`.
-        CheckpointError: what `--load` names cannot be loaded.
+        CheckpointError: what `--load` names cannot be loaded. Without a context this, too, ends the program with exit
+            code 2 and the reason, printed by one rank.
         FloatingPointError: a loss or gradient norm was not finite.
     """
     if context is None:
         context = initialize_megatron(extra_args_provider=extra_args_provider)
-    run = build_run(context, datasets_provider, model_provider, forward_step)
+        try:
+            run = build_run(context, datasets_provider, model_provider, forward_step)
+        except CheckpointError as error:  # the same on all ranks
+            if context.state.rank == 0:
+                print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+            sys.exit(2)
+    else:
+        run = build_run(context, datasets_provider, model_provider, forward_step)
     train(run)
     barrier(context.state.world)
     return run
