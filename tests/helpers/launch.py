@@ -87,8 +87,12 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks) if present is None else present:
         variables = {
-            **{"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
             **environment(rank),
         }
         file = folder / f"rank-{port}-{rank}.out"

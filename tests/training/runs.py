@@ -81,6 +81,7 @@ def rows_on_ranks(rank: int, world_size: int, *arguments: str) -> list[dict[str,
 def counting_corpus(folder: Path) -> list[str]:
     """Arguments for a corpus of documents that count up, and so can be learnt, of 1 to 12 tokens, so that micro-batches
     differ in their numbers of tokens."""
+    folder.mkdir(exist_ok=True)
     random = np.random.default_rng(0)
     documents = []
     for _ in range(600):

@@ -27,12 +27,22 @@ from tests.helpers.launch import launch_tiny, pretrain_tiny
 from tests.helpers.tiny import TINY_GPT, tiny_config
 
 TORCHRUN = {
-    **{"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"},
-    **{"MASTER_ADDR": "node-a", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+    "RANK": "5",
+    "WORLD_SIZE": "16",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node-a",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 SLURM = {
-    **{"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "8"},
-    **{"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"},
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "16",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS_PER_NODE": "8",
+    "MASTER_ADDR": "node-a",
+    "MASTER_PORT": "29500",
 }
 
 

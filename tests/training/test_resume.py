@@ -1,0 +1,336 @@
+"""A run that was killed and resumed is the run that was not: byte for byte, and on other layouts to rounding."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.checkpointing import load_checkpoint, read_tracker, storage
+from tests.helpers.distributed import run_distributed
+from tests.helpers.launch import Launched, launch_tiny, pretrain_tiny, rows_of
+from tests.helpers.numerics import PARITY_FP32, PARITY_FP64, assert_bitwise
+from tests.training.runs import Recorder, build, counting_corpus, rows_on_ranks, trained
+from tests.training.test_train_step import microbatches_of, state_of
+
+DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file below a folder."""
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def timeless(recorder: Recorder) -> list[dict[str, object]]:
+    return [{**step.as_json(), "seconds": 0, "tokens_per_second": 0} for step in recorder.steps]
+
+
+# ---- killed ----
+
+LENGTH = 8
+KILLED_RUN = [
+    *DROPOUT,
+    *("--train-iters", str(LENGTH), "--num-workers", "2", "--eval-iters", "1", "--eval-interval", "3"),
+    *("--save", "saved", "--save-interval", "2", "--load", "saved", "--load-if-exists", "--log-json", "log.json"),
+]
+
+
+def wait_for(condition: Callable[[], bool], run: Launched) -> None:
+    """Until something is so; at once when the run has ended."""
+    while not condition() and all(process.is_alive() for process in run.processes):
+        time.sleep(0.0005)
+
+
+def kill_at_a_random_moment(run: Launched, folder: Path) -> None:
+    iteration = random.choice((2, 4))
+    wait_for(lambda: storage.iteration_folder(folder / "saved", iteration).exists(), run)
+    time.sleep(random.uniform(0.0, 0.05))
+    run.kill()
+
+
+def kill_while_it_saves(run: Launched, folder: Path) -> None:
+    wait_for(lambda: storage.temporary_folder(folder / "saved", 4).exists(), run)
+    run.kill()
+
+
+LAYOUTS = {
+    "tp2": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "pp2": ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
+    "dp2": ("--bf16",),
+}
+KILLS = {"any-moment": kill_at_a_random_moment, "saving": kill_while_it_saves}
+
+
+@pytest.mark.parametrize(
+    "layout, kill",
+    [
+        ("tp2", "saving"),
+        ("pp2", "any-moment"),
+        ("dp2", "saving"),
+        pytest.param("tp2", "any-moment", marks=pytest.mark.full),
+        pytest.param("pp2", "saving", marks=pytest.mark.full),
+        pytest.param("dp2", "any-moment", marks=pytest.mark.full),
+    ],
+)
+def test_a_killed_run_ends_with_the_bytes_of_an_uninterrupted_one(layout: str, kill: str, tmp_path: Path) -> None:
+    """Every file of the last checkpoint is the same: none holds a time, a path of this run or a random state."""
+    arguments = [*KILLED_RUN, *LAYOUTS[layout]]
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    pretrain_tiny(straight, *arguments, ranks=2).check()
+
+    run = launch_tiny(killed, *arguments, ranks=2)
+    KILLS[kill](run, killed)
+    assert [process.exitcode for process in run.processes] == [-signal.SIGKILL] * 2, "it ended before it was killed"
+    reached = read_tracker(killed / "saved")
+    assert reached is not None
+    pretrain_tiny(killed, *arguments, ranks=2).check()
+
+    last = f"iter_{LENGTH:07d}"
+    expected = checksums(straight / "saved" / last)
+    assert len(expected) >= 4
+    assert checksums(killed / "saved" / last) == expected
+    # losses too, of training and validation; what the killed process did after its last checkpoint was done again
+    for folder in (straight, killed):
+        assert {row["iteration"] for row in rows_of(folder / "log.json")} == set(range(1, LENGTH + 1))
+    results = [
+        {(row["iteration"], name): row[name] for row in rows_of(folder / "log.json") for name in row if "loss" in name}
+        for folder in (straight, killed)
+    ]
+    assert results[0] == results[1]
+
+
+def test_resumed_twice_is_as_never_stopped(tmp_path: Path) -> None:
+    """State that is kept apart from what the checkpoint holds goes wrong at the second resume only."""
+    arguments = [*DROPOUT, "--train-iters", "9", "--eval-iters", "1", "--eval-interval", "2", "--bf16"]
+    run, straight = trained(*arguments)
+    save = ["--save", str(tmp_path), "--load", str(tmp_path), "--load-if-exists", "--exit-interval", "3"]
+    parts = [trained(*arguments, *save) for _ in range(3)]
+    assert [len(recorder.steps) for _, recorder in parts] == [3, 3, 3]
+    assert [row for _, recorder in parts for row in timeless(recorder)] == timeless(straight)
+    assert [each for _, recorder in parts for each in recorder.evaluations] == straight.evaluations
+    resumed = parts[-1][0]
+    assert resumed.progress == run.progress
+    assert resumed.scheduler.state_dict() == run.scheduler.state_dict()
+    assert resumed.optimizer.state_dict() == run.optimizer.state_dict()
+    for name, tensor in state_of(run).items():
+        assert_bitwise(state_of(resumed)[name], tensor, name)
+
+
+# ---- on another layout ----
+
+
+@pytest.mark.parametrize("precision, bound", [("fp64", PARITY_FP64), ("fp32", PARITY_FP32)])
+def test_resumed_on_other_layouts_the_losses_are_the_same_to_rounding(
+    precision: str, bound: float, tmp_path: Path
+) -> None:
+    arguments = [*DROPOUT, "--precision", precision, "--train-iters", "8", "--save", str(tmp_path)]
+    _, straight = trained(*arguments[:-2])
+    go_on = [*arguments, "--load", str(tmp_path), "--exit-interval"]
+    rows = timeless(trained(*arguments, "--exit-interval", "2")[1])
+    for iteration, ranks, layout in (
+        (4, 2, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+        (6, 4, ("--pipeline-model-parallel-size", "2")),
+        (8, 1, ("--micro-batch-size", "4")),
+    ):
+        rows += run_distributed(rows_on_ranks, ranks, *go_on, str(iteration), *layout)[-1]
+    assert [row["iteration"] for row in rows] == list(range(1, 9))
+    assert [row["lm loss"] for row in rows] == pytest.approx(straight.losses, rel=bound)
+
+
+# ---- more iterations, or none ----
+
+
+def test_more_iterations_keep_the_order_and_append_a_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*counting_corpus(tmp_path / "data"), "--lr-decay-style", "constant", "--save", str(tmp_path / "saved")]
+    first, _ = trained(*arguments, "--train-iters", "3")
+    read = [microbatches_of(first, consumed) for consumed in (0, 8, 16)]
+    capsys.readouterr()
+    more, recorder = trained(*arguments, "--train-iters", "5", "--load", str(tmp_path / "saved"))
+    printed = capsys.readouterr().out
+    assert "training data: 16 more samples are appended to the 24 of before, whose order stays" in printed
+    assert [step.iteration for step in recorder.steps] == [4, 5]
+    assert more.progress.train_blocks == [24, 16]
+    for batches, consumed in zip(read, (0, 8, 16)):
+        for batch, again in zip(batches, microbatches_of(more, consumed), strict=True):
+            assert_bitwise(again.tokens, batch.tokens)
+    assert load_checkpoint(tmp_path / "saved").metadata["progress"]["train_blocks"] == [24, 16]
+
+
+def test_a_finished_run_that_is_started_again_ends_well_and_changes_nothing(tmp_path: Path) -> None:
+    arguments = ["--save", "saved", "--load", "saved", "--load-if-exists", "--save-interval", "2"]
+    pretrain_tiny(tmp_path, *arguments, ranks=2).check()
+    before = {file: (file.stat().st_mtime_ns, file.stat().st_ino) for file in (tmp_path / "saved").rglob("*")}
+    again = pretrain_tiny(tmp_path, *arguments, "--eval-iters", "1", ranks=2).check()
+    assert {file: (file.stat().st_mtime_ns, file.stat().st_ino) for file in (tmp_path / "saved").rglob("*")} == before
+    assert " validation loss at iteration 3 | lm loss value: " in again.out[1]
+    assert " iteration  " not in again.out[1]
+
+
+def test_skip_train_evaluates_what_was_loaded_and_trains_nothing(tmp_path: Path) -> None:
+    _, full = trained("--save", str(tmp_path), "--eval-iters", "2", "--split", "80,10,10")
+    before = checksums(tmp_path)
+    run, recorder = trained(
+        *("--skip-train", "--load", str(tmp_path), "--save", str(tmp_path), "--train-iters", "100"),
+        *("--eval-iters", "2", "--split", "80,10,10", "--lr-decay-iters", "3"),
+    )
+    assert recorder.steps == []
+    assert recorder.evaluations == full.evaluations
+    assert [split for split, _, _ in recorder.evaluations] == ["validation", "test"]
+    assert checksums(tmp_path) == before
+    assert run.progress.iteration == 3
+
+
+# ---- what is taken over ----
+
+
+def test_finetune_takes_the_weights_alone(tmp_path: Path) -> None:
+    saved, _ = trained("--save", str(tmp_path / "saved"))
+    new_data = counting_corpus(tmp_path / "data")
+    run, _ = build("--load", str(tmp_path / "saved"), "--finetune", *new_data, "--train-iters", "5", "--lr", "1e-3")
+    assert run.progress.iteration == run.progress.consumed_train_samples == 0
+    assert run.progress.train_blocks == [40]
+    assert run.scheduler.num_steps == run.optimizer.num_updates == 0
+    for name, tensor in state_of(run).items():
+        if name.startswith("model."):
+            assert_bitwise(tensor, state_of(saved)[name], name)
+        else:
+            assert not tensor.any(), name
+
+
+def test_no_load_optim_goes_on_in_data_and_learning_rate_with_a_fresh_optimizer(tmp_path: Path) -> None:
+    saved, recorder = trained("--train-iters", "6", "--exit-interval", "3", "--save", str(tmp_path))
+    run, _ = build("--train-iters", "6", "--load", str(tmp_path), "--no-load-optim")
+    assert run.progress == saved.progress
+    assert run.scheduler.num_steps == 24
+    assert run.scheduler.lr == recorder.steps[-1].next_learning_rate
+    assert run.optimizer.num_updates == 0
+    assert not any(tensor.any() for name, tensor in state_of(run).items() if name.startswith("optimizer."))
+
+
+def test_a_checkpoint_without_the_optimizer_is_taken_only_when_that_is_said(tmp_path: Path) -> None:
+    saved, _ = trained("--save", str(tmp_path), "--no-save-optim", "--bf16")
+    outcome = pretrain_tiny(tmp_path, "--bf16", "--load", str(tmp_path), ranks=2)
+    assert outcome.codes == [2, 2]
+    assert "saved without the optimizer (--no-save-optim): --no-load-optim starts it anew" in outcome.err[0]
+    assert outcome.err[1] == ""
+    run, _ = build("--bf16", "--load", str(tmp_path), "--no-load-optim")
+    for name, tensor in state_of(run).items():
+        if name.startswith("optimizer.main_param."):  # from the loaded weights, not from the initial ones
+            model = state_of(saved)["model." + name.removeprefix("optimizer.main_param.")]
+            assert_bitwise(tensor, model.float(), name)
+
+
+def test_ckpt_step_chooses_an_earlier_checkpoint(tmp_path: Path) -> None:
+    _, straight = trained("--train-iters", "4", "--save", str(tmp_path), "--save-interval", "1")
+    _, again = trained("--train-iters", "4", "--load", str(tmp_path), "--ckpt-step", "2")
+    assert timeless(again) == timeless(straight)[2:]
+
+
+def test_load_without_a_checkpoint_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    outcome = pretrain_tiny(tmp_path, "--load", "nothing", ranks=2)
+    assert outcome.codes == [2, 2]
+    assert "pretrain_gpt.py: error: --load: " in outcome.err[0]
+    assert "no checkpoint in nothing" in outcome.err[0]
+    assert "--load-if-exists starts a new run where there is none" in outcome.err[0]
+    assert "Traceback" not in outcome.err[0] + outcome.err[1]
+    run, _ = build("--load", str(tmp_path / "nothing"), "--load-if-exists")
+    assert run.progress.iteration == 0
+
+
+def test_another_model_or_other_data_is_refused_with_a_listing(tmp_path: Path) -> None:
+    trained("--save", str(tmp_path / "saved"))
+    arguments = ["--load", str(tmp_path / "saved"), "--seed", "5", "--num-layers", "2", "--normalization", "RMSNorm"]
+    arguments += counting_corpus(tmp_path / "data")
+    outcome = pretrain_tiny(tmp_path, *arguments)
+    assert outcome.codes == [2]
+    for line in (
+        "--num-layers: 4 -> 2 changes the model",
+        "--normalization: LayerNorm -> RMSNorm changes the model",
+        "--seed: 1234 -> 5 changes the data",
+        "changes the data",
+        "--finetune takes only the weights",
+    ):
+        assert line in outcome.err[0]
+    assert "--load: None -> " in outcome.out[0]  # free to change, and told
+    assert "--load: None" not in outcome.err[0]
+
+
+def test_another_schedule_is_refused_until_it_is_said_which_one_counts(tmp_path: Path) -> None:
+    trained("--save", str(tmp_path), "--exit-interval", "2")
+    go_on = ["--load", str(tmp_path), "--lr", "5e-3"]
+    outcome = pretrain_tiny(tmp_path, *go_on)
+    assert outcome.codes == [2]
+    assert "max_lr (--lr): 0.01 in the checkpoint, 0.005 in this run" in outcome.err[0]
+    run, _ = build(*go_on, "--override-opt_param-scheduler")
+    assert run.scheduler.learning_rate_schedule.max_lr == 5e-3
+    run, _ = build(*go_on, "--use-checkpoint-opt_param-scheduler")
+    assert run.scheduler.learning_rate_schedule.max_lr == 1e-2
+    assert run.scheduler.num_steps == 16
+
+
+# ---- evaluation ----
+
+
+def test_an_evaluation_changes_nothing_in_the_training_that_follows() -> None:
+    dropout = ("--hidden-dropout", "0.5", "--attention-dropout", "0.5")
+    _, without = trained(*dropout, "--train-iters", "4")
+    _, with_evaluations = trained(*dropout, "--train-iters", "4", "--eval-iters", "1", "--eval-interval", "1")
+    assert len(with_evaluations.evaluations) == 4
+    assert timeless(with_evaluations) == timeless(without)
+
+
+def test_each_validation_reads_on_and_a_resume_too(tmp_path: Path) -> None:
+    arguments = ["--train-iters", "10", "--global-batch-size", "4", "--eval-iters", "3", "--eval-interval", "5"]
+    save = ["--save", str(tmp_path), "--load", str(tmp_path), "--load-if-exists", "--exit-interval", "5"]
+    run, straight = trained(*arguments)
+    assert run.progress.consumed_valid_samples == 24
+    assert straight.evaluations[0][2] != straight.evaluations[1][2]
+    stopped, first = trained(*arguments, *save)
+    assert stopped.progress.consumed_valid_samples == 12
+    resumed, second = trained(*arguments, *save)
+    assert resumed.progress.consumed_valid_samples == 24
+    assert first.evaluations + second.evaluations == straight.evaluations
+
+
+def test_the_validation_at_the_end_does_not_count_for_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Which then validates on the samples of a run that had all its iterations from the start."""
+    arguments = ["--eval-iters", "2", "--eval-interval", "2", "--lr-decay-style", "constant", "--save", str(tmp_path)]
+    run, recorder = trained(*arguments, "--train-iters", "3")
+    assert [iteration for _, iteration, _ in recorder.evaluations] == [2, 3]
+    assert run.progress.consumed_valid_samples == 16
+    assert load_checkpoint(tmp_path).metadata["progress"]["consumed_valid_samples"] == 16
+
+
+# ---- the log of a resumed run ----
+
+
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    log = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    log.Reload()
+    return {tag: [(point.step, point.value) for point in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize("step", [5, 10], ids=["killed-after-its-checkpoint", "stopped"])
+def test_tensorboard_shows_each_step_once_after_a_resume(step: int, tmp_path: Path) -> None:
+    common = [
+        *("--train-iters", "12", "--tensorboard-dir", str(tmp_path / "log"), "--save", str(tmp_path / "saved")),
+        *("--eval-interval", "5", "--eval-iters", "1", "--save-interval", "5"),
+    ]
+    trained(*common, "--exit-interval", "10")
+    trained(*common, "--load", str(tmp_path / "saved"), "--ckpt-step", str(step))
+    seen = points(tmp_path / "log")
+    assert [at for at, _ in seen["lm loss"]] == list(range(1, 13))
+    assert [at for at, _ in seen["lm loss vs samples"]] == list(range(8, 97, 8))
+    assert [value for _, value in seen["lm loss"]] == [value for _, value in seen["lm loss vs samples"]]
+    assert [at for at, _ in seen["lm loss validation"]] == [5, 10, 12]
+    assert [at for at, _ in seen["lm loss validation vs samples"]] == [40, 80, 96]
