@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
@@ -21,6 +23,19 @@ ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser
 
 _LONGEST_METAVAR = 70
 _CONFIG, _PRINT_CONFIG = "--config", "--print-config"
+_DESCRIPTION = """\
+Trains a GPT model from its first weights or a checkpoint, on token files or made-up data, over any number of processes
+that torchrun or Slurm start. A run of one process, on any machine, without a file:
+
+  python %(prog)s --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 \\
+      --max-position-embeddings 64 --micro-batch-size 8 --lr 1e-3 --train-iters 50 --eval-iters 5 \\
+      --tokenizer-type ByteTokenizer --mock-data --log-interval 10
+
+Dashes and underscores are the same. Keys of a --config file are names of flags.
+A switch --NAME is undone by --no-NAME."""
+_ONE_OF_EACH = (
+    "and one of --train-iters N and --train-samples N, and one of --data-path, --train-data-path and --mock-data"
+)
 
 
 def parse_arguments(
@@ -29,6 +44,7 @@ def parse_arguments(
     defaults: Mapping[str, Any] | None = None,
     *,
     world_size: int | None = None,
+    launched: bool = True,
     purpose: Purpose = "training",
     check_files: bool = True,
     say: Callable[[str], object] = print,
@@ -42,10 +58,12 @@ def parse_arguments(
     Args:
         argv: words after the program's name; those of the process when None.
         extra_args_provider: adds a program's own arguments to the parser that it is given.
-        world_size: number of processes, when a launcher has started them.
+        world_size: number of processes, when it is known.
+        launched: whether a launcher has started them. A single process that was not launched may print the
+            configuration of any layout: the rules of `--world-size` hold then, or none where it is not given.
         purpose: which rules must hold; to print the groups of another world, those of the layout do.
         check_files: whether tokenizer files and corpora must be there.
-        say: receives the line about accepted flags and the printed configuration; silent ranks pass another.
+        say: receives the lines about flags that need a word, and the printed configuration; silent ranks pass another.
 
     Raises:
         ConfigError: with every problem, those of reading and those of the rules.
@@ -66,6 +84,8 @@ def parse_arguments(
     extra_values = reader.read_extra(extra)
     if reader.value("print_parallel_groups") and reader.value("world_size") not in (None, world_size or 1):
         purpose, world_size = "layout", None  # another world is printed, and nothing run
+    if print_config and not launched:
+        world_size = None
     config = reader.build(purpose)
     config = reader.with_world_size(config, world_size)
     problems = reader.all_problems(config, purpose=purpose, check_files=check_files)
@@ -75,8 +95,8 @@ def parse_arguments(
         raise ConfigError(problems)
     if print_config:
         raise SystemExit(0)
-    if reader.notes:
-        say("Accepted, and already so in this version: " + ", ".join(dict.fromkeys(reader.notes)))
+    for line in reader.start_lines(config, purpose):
+        say(line)
     return config, extra_values
 
 
@@ -110,12 +130,12 @@ def _spellings() -> Mapping[str, _Spelling]:
             on, off = _Spelling(option=option, sets="constant", value=True), [option.off_name]
             off += [f"--no-{field_name[2:]}", f"--disable-{field_name[2:]}"]
             for name in (option.name, field_name, *option.flag.aliases):
-                table[name] = on
+                table[_normal(name)] = on
             for name in off:
-                table.setdefault(name, _Spelling(option=option, sets="constant", value=False))
+                table.setdefault(_normal(name), _Spelling(option=option, sets="constant", value=False))
         else:
             for name in (option.name, field_name, *option.flag.aliases):
-                table[name] = _Spelling(option=option, sets="value")
+                table[_normal(name)] = _Spelling(option=option, sets="value")
         for name, value in option.flag.constants.items():
             table[name] = _Spelling(option=option, sets="constant", value=value)
     return table
@@ -182,6 +202,7 @@ class _Reader:
     given: dict[str, _Given] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
     extra_words: list[str] = field(default_factory=list)
     accepted: list[tuple[str, str]] = field(default_factory=list)
@@ -208,6 +229,7 @@ class _Reader:
                 self.notes.append(exact_gelu.name)
             else:
                 source["activation"] = _Given(value="gelu", flag=exact_gelu.name, origin=exact_gelu.origin)
+                self.renamed[exact_gelu.name] = "--activation gelu"
         self.given |= source
 
     def read_entries(self, entries: Iterable[Entry]) -> None:
@@ -225,6 +247,9 @@ class _Reader:
             rule = f"belongs to the section {option.section}, not {entry.section}"
             self._refuse((shown,), rule, option)
             return None
+        known = option is not None or name in self.extra_options or name == FUSION_FLAG or known_flag(name) is not None
+        if not known and not isinstance(entry.value, dict):
+            return group  # which is refused as unknown, also where its value asks for nothing
         if entry.value is None:
             if option is not None and option.default is not None:
                 self._refuse((shown,), "needs a value", option)
@@ -275,6 +300,8 @@ class _Reader:
             self.broken.add(option.name)
             return
         source[option.field] = _Given(value=value, flag=group.name, origin=group.origin)
+        if _normal(group.name) in option.flag.aliases:
+            self.renamed[group.name] = option.name
 
     def _read_known(self, group: _Group, name: str, known: KnownFlag) -> None:
         if known.already_so(group.words):
@@ -282,9 +309,9 @@ class _Reader:
             self.accepted.append((name, " ".join(group.words)))
             return
         reason, works = known.reason, known.instead
-        if not reason:
-            reason = f"only {known.already}"
-            works = f"{name} {' or '.join(known.values or ())}".strip() + "; or leave it out"
+        if known.is_switch:
+            reason = f"takes no word after it, {group.words[0]!r} given"
+            works = f"{name} alone; it asks for what is so already ({known.already})"
         words = " ".join(group.words[:4]) + (" ..." if len(group.words) > 4 else "")
         self._refuse_together(group.shown, words, reason, works)
 
@@ -336,7 +363,7 @@ class _Reader:
             elif option.required:
                 sections[option.section][option.field] = _stand_in(option)
                 if purpose != "layout" and option.name not in self.broken:
-                    rule = f"must be given. {option.flag.help}"
+                    rule = f"must be given: {option.flag.help}"
                     self.problems.append(Problem(flags=(option.name,), rule=rule, works=_usage(option)))
                 self.broken.add(option.name)
         built = {name: section(**sections[name]) for name, section in section_classes().items()}
@@ -359,6 +386,22 @@ class _Reader:
         rules += _unmet_conditions(config, self.accepted)
         known = [problem for problem in rules if not self.broken & {_full_name(f) for f in problem.flags}]
         return self.problems + list(dict.fromkeys(known))
+
+    def start_lines(self, config: MegatronConfig, purpose: Purpose) -> Iterator[str]:
+        """What a user should know about the flags that were given, and about those that were not."""
+        if self.notes:
+            yield "Accepted, and already so in this version: " + ", ".join(dict.fromkeys(self.notes))
+        if self.renamed:
+            names = (f"{old} as {new}" for old, new in self.renamed.items())
+            yield "Accepted, and read under the names of this version: " + ", ".join(names)
+        silent = {"hidden_dropout": config.model.hidden_dropout, "attention_dropout": config.model.attention_dropout}
+        silent = {name: value for name, value in silent.items() if name not in self.given and value > 0}
+        if silent and purpose == "training":
+            flags = {f"--{name.replace('_', '-')}": value for name, value in silent.items()}
+            yield (
+                f"Not given, so at Megatron-LM's default: {', '.join(f'{name} {p}' for name, p in flags.items())}; "
+                f"{' '.join(f'{name} 0' for name in flags)} turns it off"
+            )
 
     def origins(self) -> dict[tuple[str, str], str]:
         """Where the value of each field comes from."""
@@ -479,23 +522,38 @@ def _metavar(option: Option) -> str:
     return {"number": "N", "fraction": "X", "text": "TEXT"}.get(option.kind, "")
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """One line width for every terminal; the description keeps its lines."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=44, width=118)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # names of flags stay whole
+
+
 def _help(extra: argparse.ArgumentParser) -> str:
-    """All flags in groups, each with its default."""
+    """All flags in groups, the required ones first, each with its default."""
     parser = argparse.ArgumentParser(
         parents=[extra],
         add_help=False,
         allow_abbrev=False,
         usage="%(prog)s [--config FILE] [--flag [value ...]] ...",
-        description="Dashes and underscores are the same. The keys of a --config file are names of flags.",
-        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=44, width=118),
+        description=_DESCRIPTION,
+        formatter_class=_HelpFormatter,
     )
+    needed = parser.add_argument_group("required", _ONE_OF_EACH)
     files = parser.add_argument_group("configuration")
     files.add_argument(_CONFIG, metavar="FILE", help="YAML file of flags; flags here override it.")
-    files.add_argument(_PRINT_CONFIG, action="store_true", help="Print the whole configuration and exit.")
+    files.add_argument(
+        _PRINT_CONFIG,
+        action="store_true",
+        help="Print the whole configuration and exit; the rules of --world-size N hold, when it is given.",
+    )
     files.add_argument("--help", "-h", action="store_true", help="Print this and exit.")
     groups = {name: parser.add_argument_group(name) for name in section_classes()}
     for option in all_options():
-        group, text = groups[option.section], _help_text(option)
+        group, text = needed if option.required else groups[option.section], _help_text(option)
         if option.kind == "switch":
             group.add_argument(option.shown, action="store_true", help=text)
         else:
@@ -509,13 +567,18 @@ def _help(extra: argparse.ArgumentParser) -> str:
 
 
 def _help_text(option: Option) -> str:
-    text = option.flag.help
-    if option.kind == "switch":
-        if option.shown != option.name:
-            text = f"Turn off: {text[0].lower()}{text[1:]}"
-        default = "on" if option.default else "off"
-    elif option.required:
-        return f"{text} (required)".replace("%", "%%")
-    else:
-        default = "none" if option.default in (None, ()) else str(option.default)
-    return f"{text} (default: {default})".replace("%", "%%")
+    """What the flag does, its other names, and its default where the text does not say it."""
+    parts = [option.shown_help]
+    if option.flag.aliases:
+        parts.append(f"Also {', '.join(option.flag.aliases)}.")
+    if option.kind != "switch" and not option.required and "when not given" not in option.shown_help:
+        parts.append(f"(default: {_shown_default(option.default)})")
+    return " ".join(parts).replace("%", "%%")
+
+
+def _shown_default(default: Any) -> str:
+    if default in (None, ()):
+        return "none"
+    if isinstance(default, float) and default >= 2**16 and math.log2(default).is_integer():
+        return f"2^{math.log2(default):.0f}"
+    return str(default)

@@ -26,16 +26,28 @@ class CheckpointConfig:
     )
     load_if_exists: bool = field(default=False, metadata=flag("Start anew when --load has no checkpoint yet."))
     ckpt_step: int | None = field(default=None, metadata=flag("Iteration to load; the latest when not given."))
-    save_optim: bool = field(default=True, metadata=flag("Save the optimizer."))
-    load_optim: bool = field(default=True, metadata=flag("Load the optimizer."))
+    save_optim: bool = field(
+        default=True, metadata=flag("Save the optimizer.", off_help="Leave the optimizer out of checkpoints.")
+    )
+    load_optim: bool = field(
+        default=True, metadata=flag("Load the optimizer.", off_help="Start with a fresh optimizer after --load.")
+    )
     finetune: bool = field(default=False, metadata=flag("Load only the weights; start at iteration 0 with new data."))
     override_opt_param_scheduler: bool = field(
         default=False,
-        metadata=flag("On a resume, use the schedules given now.", aliases=("--override-lr-scheduler",)),
+        metadata=flag(
+            "On a resume, use the schedules given now.",
+            name="--override-opt_param-scheduler",
+            aliases=("--override-lr-scheduler",),
+        ),
     )
     use_checkpoint_opt_param_scheduler: bool = field(
         default=False,
-        metadata=flag("On a resume, use the schedules of the checkpoint.", aliases=("--use-checkpoint-lr-scheduler",)),
+        metadata=flag(
+            "On a resume, use the schedules of the checkpoint.",
+            name="--use-checkpoint-opt_param-scheduler",
+            aliases=("--use-checkpoint-lr-scheduler",),
+        ),
     )
 
     def problems(self) -> Iterator[Problem]:

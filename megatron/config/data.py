@@ -11,7 +11,8 @@ from typing import Literal
 from megatron.config.options import flag
 from megatron.config.problems import Problem
 
-DEFAULT_SPLIT = "969, 30, 1"
+DEFAULT_SPLIT, EVEN_SPLIT = "969, 30, 1", "1, 1, 1"
+_BLEND = "[WEIGHT] PREFIX ..."
 _PATH_FIELDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -24,37 +25,44 @@ class DataConfig:
         metadata=flag(
             "Prefixes of .bin/.idx files, each after its weight when several are blended: 0.3 a 0.7 b.",
             words="+",
-            metavar="[WEIGHT] PREFIX",
+            metavar=_BLEND,
             affects="data",
             same_name=True,
         ),
     )
     train_data_path: tuple[str, ...] = field(
         default=(),
-        metadata=flag("The same for training only.", words="+", metavar="PREFIX", affects="data", same_name=True),
+        metadata=flag("The same for training only.", words="+", metavar=_BLEND, affects="data", same_name=True),
     )
     valid_data_path: tuple[str, ...] = field(
         default=(),
-        metadata=flag("The same for validation only.", words="+", metavar="PREFIX", same_name=True),
+        metadata=flag("The same for validation only.", words="+", metavar=_BLEND, same_name=True),
     )
     test_data_path: tuple[str, ...] = field(
-        default=(), metadata=flag("The same for the test only.", words="+", metavar="PREFIX", same_name=True)
+        default=(), metadata=flag("The same for the test only.", words="+", metavar=_BLEND, same_name=True)
     )
-    split: str = field(
-        default=DEFAULT_SPLIT,
+    split: str | None = field(
+        default=None,
         metadata=flag(
-            "Shares of --data-path for training, validation and test.",
+            "Shares of --data-path for training, validation and test; "
+            f"{DEFAULT_SPLIT}, or equal parts with --mock-data, when not given.",
             words="+",
-            metavar="T,V,T",
+            metavar="TRAIN,VALID,TEST",
             affects="data",
+            meaning="split_weights",
         ),
     )
-    mock_data: bool = field(default=False, metadata=flag("Random tokens in place of a corpus.", affects="data"))
+    mock_data: bool = field(
+        default=False,
+        metadata=flag("Made-up documents whose tokens count up from 1, in place of a corpus.", affects="data"),
+    )
     data_cache_path: str | None = field(
-        default=None, metadata=flag("Folder of the index files; beside the data when not given.")
+        default=None, metadata=flag("Folder of the index files; beside the data when not given.", metavar="DIR")
     )
     seq_length: int = field(metadata=flag("Tokens of a sample.", affects="data", aliases=("--encoder-seq-length",)))
-    num_workers: int = field(default=2, metadata=flag("Processes that load data; 0: the main one."))
+    num_workers: int = field(
+        default=2, metadata=flag("Threads of each rank that load data ahead; 0: when it is needed.")
+    )
     reset_position_ids: bool = field(
         default=False, metadata=flag("Count positions from each document's start.", affects="data")
     )
@@ -62,17 +70,25 @@ class DataConfig:
     eod_mask_loss: bool = field(default=False, metadata=flag("No loss on end-of-document tokens.", affects="data"))
     dataloader_type: Literal["single", "cyclic"] = field(
         default="single",
-        metadata=flag("One pass in order, or shuffled epochs.", affects="data", later=("external",)),
+        metadata=flag(
+            "single: one shuffled order, made of as many epochs as the requested samples need; cyclic: one epoch over "
+            "and over, shuffled anew each time.",
+            affects="data",
+            later=("external",),
+        ),
     )
     mid_level_dataset_surplus: float = field(
         default=0.005, metadata=flag("Extra samples asked of each blended corpus.", affects="data")
     )
-    mmap_bin_files: bool = field(default=True, metadata=flag("Map .bin files into memory."))
+    mmap_bin_files: bool = field(
+        default=True,
+        metadata=flag("Map .bin files into memory.", off_help="Read .bin files in place of mapping them into memory."),
+    )
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
         """The shares of training, validation and test, summing to 1. Raises ValueError for a bad --split."""
-        return parse_split(self.split)
+        return parse_split(self.split if self.split is not None else default_split(self.mock_data))
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section, files aside."""
@@ -87,7 +103,7 @@ class DataConfig:
                 rule="is a part of the samples: at least 0, less than 1",
             )
         try:
-            parse_split(self.split)
+            _ = self.split_weights
         except ValueError as error:
             yield Problem(
                 flags=("--split",),
@@ -100,41 +116,29 @@ class DataConfig:
                 parse_blend(getattr(self, name))
             except ValueError as error:
                 yield Problem(
-                    flags=("--" + name.replace("_", "-"),),
+                    flags=(_flag(name),),
                     rule=str(error),
                     works="one prefix; prefixes without weights; or a weight before every prefix",
                 )
 
     def source_problems(self) -> Iterator[Problem]:
-        """Whether it is said, and once, where the samples come from."""
-        parts = [name for name in _PATH_FIELDS[1:] if getattr(self, name)]
-        part_flags = ["--" + name.replace("_", "-") for name in parts]
-        if self.mock_data:
-            for name in ["--data-path"] * bool(self.data_path) + part_flags:
-                yield Problem(
-                    flags=("--mock-data", name),
-                    rule=f"takes the place of a corpus, and {name} names one",
-                    works="one of the two",
-                )
-        elif self.data_path and parts:
+        """Whether it is said, and once, where the samples of a training run come from."""
+        yield from source_problems(
+            **{name: getattr(self, name) for name in _PATH_FIELDS}, split=self.split, mock_data=self.mock_data
+        )
+        parts = [_flag(name) for name in _PATH_FIELDS[1:] if getattr(self, name)]
+        if parts and not self.train_data_path and not self.data_path and not self.mock_data:
             yield Problem(
-                flags=("--data-path", *part_flags),
-                rule=f"is divided by --split, and {' and '.join(part_flags)} give the parts themselves",
-                works="--data-path with --split, or one path for each part",
+                flags=("--train-data-path", *parts),
+                rule=f"there is nothing to train on: {' and '.join(parts)} give the other parts",
+                works="--train-data-path PREFIX",
             )
-        elif not self.data_path and not self.train_data_path:
+        elif not parts and _train_share(self) == 0:
             yield Problem(
-                flags=("--data-path", "--train-data-path", "--mock-data"),
-                rule="there is nothing to train on",
-                works="--data-path PREFIX (of PREFIX.bin and PREFIX.idx, made by tools/preprocess_data.py), "
-                "--train-data-path PREFIX, or --mock-data",
-            )
-        if parts and not self.data_path and self.split != DEFAULT_SPLIT:
-            yield Problem(
-                flags=("--split", *part_flags),
+                flags=("--split",),
                 value=self.split,
-                rule=f"divides --data-path, and {' and '.join(part_flags)} give the parts themselves",
-                works="leave out --split",
+                rule="there is nothing to train on: the first share is 0",
+                works="--split 969,30,1 or --split 100,0,0",
             )
 
     def file_problems(self) -> Iterator[Problem]:
@@ -148,11 +152,68 @@ class DataConfig:
                 missing = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
                 if missing:
                     yield Problem(
-                        flags=("--" + name.replace("_", "-"),),
+                        flags=(_flag(name),),
                         value=prefix,
                         rule=f"no file {' and no file '.join(missing)}",
                         works=_prefix_advice(prefix),
                     )
+
+
+def source_problems(
+    *,
+    data_path: Sequence[str],
+    train_data_path: Sequence[str],
+    valid_data_path: Sequence[str],
+    test_data_path: Sequence[str],
+    split: str | None,
+    mock_data: bool,
+) -> Iterator[Problem]:
+    """Whether samples come from exactly one of: a blend that is divided, a blend for each part, mock data."""
+    own = {"train_data_path": train_data_path, "valid_data_path": valid_data_path, "test_data_path": test_data_path}
+    parts = [_flag(name) for name, path in own.items() if path]
+    if mock_data:
+        for name in ["--data-path"] * bool(data_path) + parts:
+            yield Problem(
+                flags=("--mock-data", name),
+                rule=f"takes the place of a corpus, and {name} names one",
+                works="one of the two",
+            )
+    elif data_path and parts:
+        yield Problem(
+            flags=("--data-path", *parts),
+            rule=f"is divided by --split, and {' and '.join(parts)} give the parts themselves",
+            works="--data-path with --split, or one path for each part",
+        )
+    elif not data_path and not parts:
+        yield Problem(
+            flags=("--data-path", "--train-data-path", "--mock-data"),
+            rule="there is nothing to train on",
+            works="--data-path PREFIX (of PREFIX.bin and PREFIX.idx, made by tools/preprocess_data.py), "
+            "--train-data-path PREFIX, or --mock-data",
+        )
+    if parts and not data_path and split is not None:
+        yield Problem(
+            flags=("--split", *parts),
+            value=split,
+            rule=f"divides --data-path, and {' and '.join(parts)} give the parts themselves",
+            works="leave out --split",
+        )
+
+
+def _train_share(data: DataConfig) -> float:
+    try:
+        return data.split_weights[0]
+    except ValueError:  # which is reported already
+        return 1.0
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def default_split(mock_data: bool) -> str:
+    """`--split` when it is not given, as in Megatron-LM."""
+    return EVEN_SPLIT if mock_data else DEFAULT_SPLIT
 
 
 def parse_split(text: str) -> tuple[float, float, float]:

@@ -18,14 +18,24 @@ class LoggingConfig:
     log_json: str | None = field(
         default=None, metadata=flag("File of one JSON object a step, in full precision.", metavar="FILE")
     )
-    log_throughput: bool = field(default=True, metadata=flag("Report TFLOP/s and tokens/s."))
+    log_throughput: bool = field(
+        default=True,
+        metadata=flag("Report TFLOP/s.", off_help="Leave TFLOP/s out of the log line; tokens/s stay in it."),
+    )
     log_params_norm: bool = field(default=False, metadata=flag("Report the norm of the parameters."))
     log_num_zeros_in_grad: bool = field(default=False, metadata=flag("Report zeros in the gradient."))
-    timing_log_level: int = field(default=0, metadata=flag("Timers: 0 the step, 1 its parts, 2 each micro-batch."))
+    timing_log_level: int = field(
+        default=0,
+        metadata=flag(
+            "Table of timers under a log line: 0 none, 1 the parts of an iteration, 2 also computing and waiting."
+        ),
+    )
     timing_log_option: Literal["max", "minmax", "all"] = field(
         default="minmax", metadata=flag("Which ranks' times are reported.")
     )
-    tensorboard_dir: str | None = field(default=None, metadata=flag("Folder of the TensorBoard log."))
+    tensorboard_dir: str | None = field(
+        default=None, metadata=flag("Folder of the TensorBoard log; none is written when not given.", metavar="DIR")
+    )
     tensorboard_log_interval: int = field(default=1, metadata=flag("Iterations between TensorBoard points."))
     tensorboard_queue_size: int = field(default=1000, metadata=flag("Points kept before they are written."))
     log_timers_to_tensorboard: bool = field(
@@ -35,7 +45,9 @@ class LoggingConfig:
         default=False, metadata=flag("Validation perplexity to TensorBoard.")
     )
     log_world_size_to_tensorboard: bool = field(default=False, metadata=flag("World size to TensorBoard."))
-    log_loss_scale_to_tensorboard: bool = field(default=True, metadata=flag("Loss scale to TensorBoard."))
+    log_loss_scale_to_tensorboard: bool = field(
+        default=True, metadata=flag("Loss scale to TensorBoard.", off_help="No loss scale to TensorBoard.")
+    )
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""

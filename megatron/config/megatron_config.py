@@ -141,7 +141,10 @@ class MegatronConfig:
     ) -> list[Problem]:
         """Every rule that the configuration breaks, of the sections and between them."""
         world_size = world_size if world_size is not None else self.parallel.world_size
-        found = list(self.parallel.problems())
+        found = list(_choice_problems(self))
+        if found:
+            return found  # the other rules would look for what a value that is not known means
+        found += self.parallel.problems()
         sane = not found
         if purpose != "layout":
             found += [problem for section in self._sections() for problem in section.problems()]
@@ -156,7 +159,7 @@ class MegatronConfig:
             found += _unavailable(self)
             if check_files:
                 found += self.data.file_problems()
-        if world_size is not None and self.parallel.model_parallel_size > 0:
+        if world_size is not None and world_size > 0 and self.parallel.model_parallel_size > 0:
             world_problems = list(_world_size_problems(self, world_size))
             found += world_problems
             if purpose == "training" and not world_problems and self.training.micro_batch_size > 0:
@@ -181,6 +184,29 @@ class MegatronConfig:
             self.checkpoint,
             self.logging,
         )
+
+    # ---- what to know at the start ----
+
+    def start_notes(self) -> list[str]:
+        """What a choice costs, for the choices whose price is not plain."""
+        model, training, dropout = self.model, self.training, self.model.attention_dropout
+        if dropout == 0:
+            return []
+        if model.fast_attention_dropout:
+            return [
+                f"--attention-dropout {dropout} is drawn by torch's attention kernel (--fast-attention-dropout): its "
+                "masks depend on the layout, and a resumed run draws others than one that was never stopped"
+            ]
+        heads, length = model.num_attention_heads // self.parallel.tensor_model_parallel_size, self.data.seq_length
+        # The softmax is kept in fp32 or wider, what is left of it after dropout in the precision of the activations.
+        bytes_per_weight = self.optimizer.params_dtype.itemsize + self.optimizer.main_dtype.itemsize
+        kept = heads * length**2 * training.micro_batch_size * bytes_per_weight
+        return [
+            f"--attention-dropout {dropout} takes the explicit path, so that its masks do not depend on the layout: no "
+            f"flash kernel runs, and each layer keeps {kept / 1e6:,.1f} MB of attention weights for the backward pass "
+            f"of a micro-batch ({heads} heads x {length} x {length} x {training.micro_batch_size} samples x "
+            f"{bytes_per_weight} bytes); --attention-dropout 0 or --fast-attention-dropout spares both"
+        ]
 
     # ---- saved form ----
 
@@ -232,7 +258,7 @@ def difference(saved: MegatronConfig, present: MegatronConfig) -> list[Differenc
     for option in all_options():
         old = getattr(getattr(saved, option.section), option.field)
         new = getattr(getattr(present, option.section), option.field)
-        if old == new:
+        if old == new or _means_the_same(option, getattr(saved, option.section), getattr(present, option.section)):
             continue
         moved = option.flag.same_name and [_last_name(v) for v in old] == [_last_name(v) for v in new]
         affects: Affects = "free" if moved else option.flag.affects
@@ -252,6 +278,11 @@ def all_options() -> tuple[Option, ...]:
     return tuple(option for name, section in section_classes().items() for option in section_options(name, section))
 
 
+def _means_the_same(option: Option, saved: object, present: object) -> bool:
+    name = option.flag.meaning
+    return name != "" and getattr(saved, name) == getattr(present, name)
+
+
 def _last_name(word: str) -> str:
     return PurePath(word).name
 
@@ -269,6 +300,15 @@ def _refuse_unknown(what: str, given: Mapping[str, Any], known: Mapping[str, Any
 
 
 # ---- rules between sections ----
+
+
+def _choice_problems(config: MegatronConfig) -> Iterator[Problem]:
+    """Values that no flag could have given, in a configuration that a program has made."""
+    for option in all_options():
+        value = getattr(getattr(config, option.section), option.field)
+        if option.choices and value is not None and value not in option.choices:
+            rule = "is not a known value"
+            yield Problem(flags=(option.name,), value=value, rule=rule, works=" | ".join(option.choices))
 
 
 def _unavailable(config: MegatronConfig) -> Iterator[Problem]:

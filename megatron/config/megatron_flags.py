@@ -75,7 +75,8 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
 )
 
 _LATER = "is not available in this version"
-_SCOPE = "is outside what this project trains (GPT)"
+_LATER_ALL = "are not available in this version"
+_OUTSIDE = "outside what this project trains (GPT)"
 _FORK = "is not a Megatron-LM flag, but one of a fork"
 _NO_NUMBER = "changes no number, and this version has no such switch"
 
@@ -112,11 +113,11 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     ),
     (
         f"context parallelism {_LATER}",
-        "--context-parallel-size 1; --sequence-parallel",
+        "leave it out; --sequence-parallel and a larger --tensor-model-parallel-size make room for long sequences",
         "--cp-comm-type --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank",
     ),
     (
-        "tensor-parallel communication overlaps with the weight gradient always",
+        "tensor-parallel communication always overlaps with the weight gradient",
         "leave it out: it changes no number",
         "--no-async-tensor-model-parallel-allreduce",
     ),
@@ -129,8 +130,8 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--high-priority-a2a-comm-stream",
     ),
     (
-        f"tuning of the communication library by flag {_LATER}",
-        "the library's own environment variables (NCCL_...)",
+        f"tuning the communication library by flag {_LATER}",
+        "leave it out; the library's own environment variables (NCCL_...) tune it",
         "--nccl-communicator-config-path --use-sharp --sharp-enabled-group --use-nccl-ub "
         "--disable-symmetric-registration --pipeline-model-parallel-comm-backend "
         "--disable-gloo-process-groups --distributed-timeout-seconds-after-init --flight-recorder-* "
@@ -147,10 +148,14 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--fake-process-group --lazy-mpu-init",
     ),
     (
-        "the pipeline of an encoder-decoder has another shape",
-        "--pipeline-model-parallel-size",
+        f"models with an encoder and a decoder are {_OUTSIDE}",
+        "--num-layers, --seq-length and --pipeline-model-parallel-size",
         "--pipeline-model-parallel-split-rank --decoder-num-layers --encoder-num-layers "
-        "--decoder-seq-length --transformer-pipeline-model-parallel-size "
+        "--decoder-seq-length --transformer-pipeline-model-parallel-size",
+    ),
+    (
+        "it follows from other flags how many model chunks a stage has",
+        "--num-virtual-stages-per-pipeline-rank N",
         "--virtual-pipeline-model-parallel-size",
     ),
     (
@@ -198,15 +203,24 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         f"this choice of precision {_LATER}",
         "leave it out; the loss and its softmax are taken in fp32",
         "--fp16-lm-cross-entropy --output-logit-dtype --fp32-residual-connection --fp32-embedding "
-        "--fp32-layernorm --fp32-tokentypes --apply-query-key-layer-scaling "
-        "--disable-bf16-reduced-precision-matmul",
+        "--fp32-layernorm --fp32-tokentypes --disable-bf16-reduced-precision-matmul",
+    ),
+    (
+        f"scaling attention scores by the number of the layer {_LATER}",
+        "leave it out: the softmax is taken in fp32, which needs no such scaling",
+        "--apply-query-key-layer-scaling",
     ),
     # implementations
     ("there is one implementation of the model", "leave it out", "--use-legacy-models"),
     (
         "Transformer Engine and Apex are not used: the same model is built from this project's own layers",
         "leave it out",
-        "--transformer-impl --use-te-activation-func --use-transformer-engine-op-fuser --te-rng-tracker --DDP-impl",
+        "--transformer-impl --use-te-activation-func --use-transformer-engine-op-fuser --te-rng-tracker",
+    ),
+    (
+        "there is one implementation of data parallelism, this project's own",
+        "leave it out",
+        "--DDP-impl",
     ),
     (
         f"choosing the attention kernel {_LATER}; torch's scaled_dot_product_attention chooses",
@@ -221,7 +235,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--scaled-upper-triang-masked-softmax-fusion --bias-gelu-fusion --bias-dropout-fusion",
     ),
     (
-        f"CUDA graphs {_LATER}",
+        f"CUDA graphs {_LATER_ALL}",
         "--torch-compile",
         "--enable-cuda-graph --external-cuda-graph --cuda-graph-* --decode-only-cuda-graphs",
     ),
@@ -241,7 +255,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     # the model
     (
         f"mixture of experts {_LATER}",
-        "leave it out: a dense model",
+        "leave it out: every layer is dense",
         "--num-experts --moe-* --expert-* --overlap-moe-expert-parallel-comm "
         "--overlap-dispatch-backward-with-experts-wgrad --ep-overlap-* --use-grouped-gemm-for-dense-mlp "
         "--use-grouped-gemm-for-shared-expert --save-tokens-per-expert-interval --decoupled-expert-*",
@@ -261,7 +275,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--linear-* --no-rope-freq --mrope-section",
     ),
     (
-        f"these positions {_LATER}",
+        f"these positions {_LATER_ALL}",
         "--position-embedding-type rope, --use-rope-scaling or --rotary-seq-len-interpolation-factor",
         "--rope-type --yarn-* --no-yarn-* --relative-attention-*",
     ),
@@ -284,7 +298,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--init-method-xavier-uniform --no-initialization --data-parallel-random-init",
     ),
     (
-        f"state-space and hybrid models: {_SCOPE[3:]}",
+        f"state-space and hybrid models are {_OUTSIDE}",
         "leave it out",
         "--mamba-* --gdp-* --disable-mamba-mem-eff-path --is-hybrid-model --hybrid-*",
     ),
@@ -295,7 +309,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--muon-* --lion-* --cpu-optimizer --cpu-torch-adam --onebit-*",
     ),
     (
-        f"its own learning rate or weight decay for some parameters {_LATER}",
+        f"a learning rate or weight decay of their own for some parameters {_LATER}",
         "leave it out: biases and norms have no weight decay",
         "--decoupled-lr --decoupled-min-lr --apply-wd-to-qk-layernorm --no-weight-decay-cond-type "
         "--freeze-all-layers --head-lr-mult --dump-param-to-param-group-map",
@@ -319,7 +333,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     ),
     (
         f"saving in the background {_LATER}",
-        "leave it out: a save takes the time it takes",
+        "leave it out: training waits until a checkpoint is written",
         "--async-* --use-persistent-ckpt-worker --non-persistent-* --replication --replication-*",
     ),
     (
@@ -335,11 +349,11 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     ),
     (
         f"this way to load {_LATER}",
-        "--load with --ckpt-step or --finetune",
+        "--load DIR, with --ckpt-step N for an earlier iteration or --finetune for the weights alone",
         "--pretrained-checkpoint --override-ckpt-iteration --load-main-params-from-ckpt",
     ),
     (
-        f"dumps of parameters and gradients {_LATER}",
+        f"dumps of parameters and gradients {_LATER_ALL}",
         "--log-params-norm",
         "--save-params-interval --save-wgrads-interval --save-dgrads-interval --save-activations-interval",
     ),
@@ -406,7 +420,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--exit-signal-handler-for-dataloader --exit-signal-handler-for-training",
     ),
     (
-        "one YAML file holds any flags",
+        "is spelled --config here, for a YAML file whose keys are names of flags",
         "--config FILE",
         "--yaml-cfg",
     ),
@@ -418,25 +432,25 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--eval-max-preds-per-seq --pretrained-bert",
     ),
     (
-        f"reinforcement learning and fine-tuning on conversations: {_SCOPE[3:]}",
+        f"reinforcement learning and fine-tuning on conversations are {_OUTSIDE}",
         "leave it out",
         "--perform-rl-step --rl-* --grpo-* --langrl-env-config --refit-method --sft --sft-*",
     ),
     (
-        f"serving a model: {_SCOPE[3:]}",
-        "tools/generate_text.py",
+        "this project trains models, and serves none",
+        "leave it out; tools/generate_text.py samples from a checkpoint",
         "--inference-* --max-tokens-to-oom --use-legacy-static-engine --enable-chunked-prefill "
         "--num-speculative-tokens --use-same-sampling-seed-across-dp-ranks --nccl-all-reduce-for-prefill",
     ),
-    (f"distillation: {_SCOPE[3:]}", "leave it out", "--logits-*"),
+    (f"distillation is {_OUTSIDE}", "leave it out", "--logits-*"),
     (
-        f"retrieval: {_SCOPE[3:]}",
+        f"retrieval is {_OUTSIDE}",
         "leave it out",
         "--ict-* --biencoder-* --retriever-* --retro-* --titles-data-path --query-in-block-prob "
         "--use-one-sent-docs --evidence-data-path --block-data-path --embedding-path --indexer-*",
     ),
     (
-        f"vision: {_SCOPE[3:]}",
+        f"vision is {_OUTSIDE}",
         "leave it out",
         "--num-classes --img-h --img-w --num-channels --patch-dim --classes-fraction "
         "--data-per-class-fraction --no-data-sharding --vision-* --swin-* --mask-type --mask-factor "
@@ -454,7 +468,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     (_FORK, "--normalization RMSNorm", "--use-fused-rmsnorm --no-fused-rmsnorm"),
     (_FORK, "--swiglu", "--use-fused-swiglu --glu-activation"),
     (_FORK, "--position-embedding-type rope", "--use-fused-rotary-pos-emb"),
-    (_FORK, "the tanh GELU is the default", "--gelu-tanh"),
+    (_FORK, "leave it out: the tanh GELU is the default", "--gelu-tanh"),
     (
         _FORK,
         "--use-rope-scaling, or --rotary-seq-len-interpolation-factor",
@@ -481,10 +495,10 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--train-tokens --lr-decay-tokens --lr-warmup-tokens",
     ),
     (_FORK, "--data-path", "--dataset --*-weighted-split-paths --*-weighted-split-paths-path"),
-    (_FORK, "torchrun or Slurm start the processes", "--rank --dist-url --use-mpi"),
+    (_FORK, "leave it out: torchrun or Slurm start the processes", "--rank --dist-url --use-mpi"),
     (
-        f"{_FORK}: DeepSpeed has its own engine and its own parallelism",
-        "the flags of Megatron-LM",
+        f"{_FORK} with an engine and a parallelism of its own (DeepSpeed)",
+        "leave it out; --tensor-model-parallel-size and --pipeline-model-parallel-size divide the model",
         "--deepspeed --deepspeed-* --zero-* --ds-* --universal-checkpoint --partition-activations "
         "--checkpoint-in-cpu --contigious-checkpointing --synchronize-each-layer --create-moe-param-group "
         "--gas --topk --kd --kd-* --*-teacher --load-state --reset-iteration --no-load-lr-state "
@@ -534,7 +548,8 @@ FUSION_FLAG = "--no-bias-gelu-fusion"
 class KnownFlag:
     """A Megatron-LM flag that is no option here.
 
-    name: as in the table, maybe a family. values: those that are already so here; None for any, () for none.
+    name: as in the table, maybe a family. values: those that are already so here, "" for the flag alone; None for any,
+    () for none. already, reason: why some values are so, and why others are refused.
     """
 
     name: str
@@ -548,6 +563,11 @@ class KnownFlag:
         if not self.already:
             return False
         return self.values is None or " ".join(words) in self.values
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it takes no word after it."""
+        return self.values == ("",)
 
 
 def known_flag(name: str) -> KnownFlag | None:
@@ -579,7 +599,7 @@ def _table() -> Mapping[str, KnownFlag]:
         for word in names.split():
             name, has_values, values = word.partition("=")
             accepted = None if values == "*" else tuple(values.split("|")) if has_values else ("",)
-            before = table.get(name)
+            before = table.get(name) or _refused_family(name)
             table[name] = KnownFlag(
                 name=name,
                 values=accepted if before is None or not before.already else _joined(before.values, accepted),
@@ -592,6 +612,17 @@ def _table() -> Mapping[str, KnownFlag]:
 
 def _joined(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[str, ...] | None:
     return None if one is None or other is None else one + other
+
+
+def _refused_family(name: str) -> KnownFlag | None:
+    """Why other values of a flag are refused when its family is, the most narrow one."""
+    found = [
+        KnownFlag(name=family, values=(), reason=reason, instead=instead)
+        for reason, instead, names in _REFUSED
+        for family in names.split()
+        if family.endswith("*") and name.startswith(family.removesuffix("*"))
+    ]
+    return max(found, key=lambda flag: len(flag.name), default=None)
 
 
 @functools.cache

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from megatron.config.options import flag
 from megatron.config.problems import Problem
+
+if TYPE_CHECKING:
+    import torch
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,19 +78,21 @@ class OptimizerConfig:
     calculate_per_token_loss: bool = field(
         default=True,
         metadata=flag(
-            "Mean over the tokens of the global batch; off: mean of micro-batch means (Megatron-LM).",
+            "The loss is the mean over the tokens of the global batch.",
+            off_help="Megatron-LM's gradient: of the mean of micro-batch means, not of the mean over the tokens of "
+            "the global batch.",
         ),
     )
 
     @property
     def params_dtype(self) -> torch.dtype:
         """The type of weights and activations."""
-        return _DTYPES[self.precision]
+        return _dtype(_DTYPES[self.precision])
 
     @property
     def main_dtype(self) -> torch.dtype:
         """The type in which gradients are summed and weights updated."""
-        return torch.float64 if self.precision == "fp64" else torch.float32
+        return _dtype("float64" if self.precision == "fp64" else "float32")
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
@@ -248,3 +251,11 @@ class OptimizerConfig:
                 rule=f"must not be less than --min-loss-scale {self.min_loss_scale}",
                 works=f"--initial-loss-scale {self.min_loss_scale} or more",
             )
+
+
+def _dtype(name: str) -> torch.dtype:
+    # Here, not above: the text tools read their flags through this package, and torch takes seconds to import.
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -23,9 +23,11 @@ class Flag:
     off: the flag that sets a switch to False, when that is the one Megatron-LM has (`--no-save-optim`).
     aliases: other spellings of name. constants: flags without a value that set the field to a fixed one.
     later: values that Megatron-LM knows and this version does not offer.
+    off_help: what `off` does, for a switch that is on by default: help shows that flag.
     words: how many words the flag takes: a number, or "+" for one or more.
     affects: what a resumed run with another value would change: the model, the data, or neither.
     same_name: two paths that end in the same name count as the same value on a resume.
+    meaning: the property of the section that values are compared by on a resume; the value itself by default.
     """
 
     help: str
@@ -38,6 +40,8 @@ class Flag:
     metavar: str = ""
     affects: Affects = "free"
     same_name: bool = False
+    off_help: str = ""
+    meaning: str = ""
 
 
 def flag(help: str, **settings: Any) -> dict[str, Flag]:
@@ -74,7 +78,12 @@ class Option:
     @property
     def shown(self) -> str:
         """The flag that help names: for a switch that is on by default, the one that turns it off."""
-        return self.off_name if self.kind == "switch" and self.default is True else self.name
+        return self.off_name if self.default is True else self.name
+
+    @property
+    def shown_help(self) -> str:
+        """What the flag that help names does."""
+        return self.flag.off_help if self.default is True else self.flag.help
 
 
 def section_options(section: str, config_class: type) -> list[Option]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.config.options import flag
+from megatron.config.pipeline_layout import not_interleaved
 from megatron.config.problems import Problem
 
 
@@ -41,7 +42,11 @@ class ParallelConfig:
     )
     pipeline_model_parallel_layout: str | None = field(
         default=None,
-        metadata=flag("Every stage spelled out: E embedding, t layer, L output, | next stage: 'Et*3|(tt|)*29,L'."),
+        metadata=flag(
+            "Every stage spelled out: E embedding, t layer, L output, | next stage: 'Et*3|(tt|)*29,L'; more parts than "
+            "stages interleave.",
+            metavar="LAYOUT",
+        ),
     )
     pipeline_schedule: Literal["1f1b", "gpipe"] = field(
         default="1f1b", metadata=flag("Order of forward and backward passes.")
@@ -72,16 +77,11 @@ class ParallelConfig:
 
     @property
     def interleaved(self) -> bool:
+        """Whether a flag of its own asks for several model chunks of each stage; a layout string may also."""
         return (
             self.num_layers_per_virtual_pipeline_stage is not None
             or self.num_virtual_stages_per_pipeline_rank is not None
         )
-
-    @property
-    def microbatch_group_size(self) -> int:
-        """Micro-batches that a model chunk takes in a row in the interleaved schedule."""
-        group = self.microbatch_group_size_per_virtual_pipeline_stage
-        return group if group is not None else self.pipeline_model_parallel_size
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
@@ -140,13 +140,8 @@ class ParallelConfig:
         group = self.microbatch_group_size_per_virtual_pipeline_stage
         if group is not None:
             name = "--microbatch-group-size-per-virtual-pipeline-stage"
-            if not self.interleaved:
-                yield Problem(
-                    flags=(name,),
-                    value=group,
-                    rule="belongs to the interleaved schedule, which is not chosen",
-                    works="--num-virtual-stages-per-pipeline-rank 2; or leave it out",
-                )
+            if not self.interleaved and self.pipeline_model_parallel_layout is None:
+                yield not_interleaved(group)
             elif group < stages:
                 yield Problem(
                     flags=(name, "--pipeline-model-parallel-size"),

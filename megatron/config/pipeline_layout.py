@@ -28,6 +28,7 @@ _LAYOUT = "--pipeline-model-parallel-layout"
 _PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _SCHEDULE = "--pipeline-schedule"
+_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 # Symbols in a layout string: far above any model, far below what a mistyped repeat could take of memory.
 _LONGEST = 100_000
@@ -117,7 +118,20 @@ def pipeline_layout(model: TransformerConfig, parallel: ParallelConfig, vocab_si
         counts = _counts_from_string(model, parallel, text)
     else:
         counts = _counts_from_sizes(model, parallel, _num_chunks(model, parallel), *costs)
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    if group is not None and len(counts[0]) == 1:
+        raise ConfigError([not_interleaved(group)])
     return _assemble(counts, *costs)
+
+
+def not_interleaved(group: int) -> Problem:
+    """A size of groups where each stage has one chunk."""
+    return Problem(
+        flags=(_GROUP, _CHUNKS, _PER_CHUNK, _LAYOUT),
+        value=group,
+        rule="belongs to the interleaved schedule, and each stage has one model chunk",
+        works=f"{_CHUNKS} 2, or a {_LAYOUT} of several parts a stage; or leave out {_GROUP}",
+    )
 
 
 def end_costs(model: TransformerConfig, vocab_size: int) -> tuple[float, float]:

@@ -51,13 +51,16 @@ class TokenizerConfig:
             ),
         )
     )
-    vocab_file: str | None = field(default=None, metadata=flag("Vocabulary of GPT2BPETokenizer (JSON)."))
-    merge_file: str | None = field(default=None, metadata=flag("Merges of GPT2BPETokenizer."))
+    vocab_file: str | None = field(
+        default=None, metadata=flag("Vocabulary of GPT2BPETokenizer (JSON).", metavar="FILE")
+    )
+    merge_file: str | None = field(default=None, metadata=flag("Merges of GPT2BPETokenizer.", metavar="FILE"))
     tokenizer_model: str | None = field(
         default=None,
         metadata=flag(
             "SentencePiece .model, or tokenizer.json (or its folder) of HuggingFaceTokenizer.",
             aliases=("--tokenizer-path",),
+            metavar="FILE",
         ),
     )
     vocab_size: int | None = field(

@@ -31,11 +31,17 @@ class TrainingConfig:
     train_iters: int | None = field(default=None, metadata=flag("Length of the run in iterations."))
     train_samples: int | None = field(default=None, metadata=flag("Length of the run in samples."))
     seed: int = field(default=1234, metadata=flag("Seed of weights, data order and dropout.", affects="data"))
-    eval_iters: int = field(default=100, metadata=flag("Iterations of an evaluation; 0 or -1: none."))
-    eval_interval: int | None = field(
-        default=None, metadata=flag("Iterations between evaluations; none when not given.")
+    eval_iters: int = field(
+        default=100, metadata=flag("Global batches of an evaluation; 0 or -1: none, also at the end.")
     )
-    skip_train: bool = field(default=False, metadata=flag("Do not train; evaluate as at the end of a run."))
+    eval_interval: int | None = field(
+        default=None,
+        metadata=flag(
+            "Iterations between evaluations on the validation data; only at the end, then on the test data too, "
+            "when not given."
+        ),
+    )
+    skip_train: bool = field(default=False, metadata=flag("Do not train; evaluate on the validation and test data."))
     exit_interval: int | None = field(
         default=None, metadata=flag("Stop at the next iteration divisible by this; save before.")
     )
@@ -45,14 +51,13 @@ class TrainingConfig:
         default="SIGTERM", metadata=flag("The signal of --exit-signal-handler.")
     )
     check_for_nan_in_loss_and_grad: bool = field(
-        default=True, metadata=flag("Stop when a loss or the gradient norm is not finite.")
+        default=True,
+        metadata=flag(
+            "Stop when a loss or the gradient norm is not finite.",
+            off_help="Train on when a loss or the gradient norm is not finite.",
+        ),
     )
     torch_compile: bool = field(default=False, metadata=flag("Compile each transformer layer."))
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether the run evaluates while it trains."""
-        return self.eval_interval is not None and self.eval_iters > 0
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""

@@ -79,7 +79,12 @@ class TransformerConfig:
     )
     add_bias_linear: bool = field(
         default=True,
-        metadata=flag("Biases of the linear layers.", off="--disable-bias-linear", affects="model"),
+        metadata=flag(
+            "Biases in the linear layers.",
+            off="--disable-bias-linear",
+            off_help="No biases in the linear layers.",
+            affects="model",
+        ),
     )
     add_qkv_bias: bool = field(
         default=False,

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.config.data import DEFAULT_SPLIT, parse_split
+from megatron.config.data import default_split, parse_split, source_problems
 from megatron.config.data import parse_blend as read_blend
+from megatron.config.problems import ConfigError
 from megatron.data.blended_dataset import BlockedDataset, blend_by_size, blend_by_weights, block_seed
 from megatron.data.gpt_dataset import GPTDataset, build_gpt_index
 from megatron.data.index_cache import IndexCache, user_cache_folder
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.mock_dataset import MockTokens
 from megatron.data.sample_dataset import SampleDataset, TokenSource
-from megatron.data.splits import EVEN_SPLIT, Split, normalize, split_ranges
+from megatron.data.splits import Split, normalize, split_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +210,8 @@ def build_gpt_datasets(
         (train, valid, test); None for a split that has no data by choice (a share of 0, or no path).
 
     Raises:
-        ValueError: the flags do not fit together, or a split can not give the samples requested of it.
+        ConfigError: the flags do not fit together.
+        ValueError: a blend or split cannot be read, or a split can not give the samples requested of it.
         IndexedDatasetError: a file is missing or damaged.
     """
     shared = parse_blend(data_path)
@@ -218,7 +220,18 @@ def build_gpt_datasets(
         parse_blend(valid_data_path, "--valid-data-path"),
         parse_blend(test_data_path, "--test-data-path"),
     ]
-    _check_origin(mock_data, shared, own, split)
+    problems = list(
+        source_problems(
+            data_path=data_path,
+            train_data_path=train_data_path,
+            valid_data_path=valid_data_path,
+            test_data_path=test_data_path,
+            split=split,
+            mock_data=mock_data,
+        )
+    )
+    if problems:
+        raise ConfigError(problems)
     recipe = _Recipe(
         sequence_length=seq_length,
         vocab_size=vocab_size,
@@ -231,25 +244,6 @@ def build_gpt_datasets(
     if any(own):
         return _build_own(recipe, own, num_samples, seed)
     return _build_shared(recipe, shared, split, num_samples, seed, eod)
-
-
-def _check_origin(mock_data: bool, shared: Blend | None, own: Sequence[Blend | None], split: str | None) -> None:
-    given = [
-        name
-        for name, present in (
-            ("--mock-data", mock_data),
-            ("--data-path", shared is not None),
-            ("--train-data-path, --valid-data-path or --test-data-path", any(own)),
-        )
-        if present
-    ]
-    if len(given) != 1:
-        raise ValueError(
-            f"the data comes from {' and from '.join(given) or 'nowhere'}; give exactly one of: --data-path "
-            "with --split; --train-data-path, --valid-data-path, --test-data-path; --mock-data"
-        )
-    if any(own) and split is not None:
-        raise ValueError(f"--split {split!r} divides the data of --data-path; with a path for each split leave it out")
 
 
 def _build_own(
@@ -289,7 +283,7 @@ def _build_shared(
     else:
         sources = [recipe.open(prefix) for prefix in shared.prefixes]
     if split_text is None:
-        split_text = EVEN_SPLIT if shared is None else DEFAULT_SPLIT
+        split_text = default_split(mock_data=shared is None)
         logger.info("--split is not given: %s", split_text)
     try:
         shares = parse_split(split_text)

@@ -8,8 +8,6 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 
-EVEN_SPLIT = "1,1,1"  # of mock data, where none is given
-
 
 class Split(enum.Enum):
     """The three parts, in the order in which documents are dealt to them."""

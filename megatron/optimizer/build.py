@@ -43,9 +43,8 @@ def build_optimizer(
 def build_update_rule(config: OptimizerConfig) -> UpdateRule:
     if config.optimizer == "adam":
         return AdamW(beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps)
-    if config.optimizer == "sgd":
-        return SGD(momentum=config.sgd_momentum)
-    raise ValueError(f"--optimizer {config.optimizer}: must be one of adam, sgd")
+    assert config.optimizer == "sgd", config.optimizer
+    return SGD(momentum=config.sgd_momentum)
 
 
 def build_grad_scaler(config: OptimizerConfig) -> GradScaler:

@@ -54,7 +54,6 @@ DatasetsProvider = Callable[[MegatronContext, Vocabulary, SampleCounts], Dataset
 def gpt_datasets(context: MegatronContext, vocabulary: Vocabulary, counts: SampleCounts) -> Datasets:
     """The datasets provider of `pretrain_gpt.py`."""
     data, tokenizer = context.config.data, vocabulary.tokenizer
-    own_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
     train, valid, test = build_gpt_datasets(
         num_samples=(counts.train, counts.valid, counts.test),
         seq_length=data.seq_length,
@@ -65,14 +64,13 @@ def gpt_datasets(context: MegatronContext, vocabulary: Vocabulary, counts: Sampl
         train_data_path=data.train_data_path,
         valid_data_path=data.valid_data_path,
         test_data_path=data.test_data_path,
-        split=None if any(own_paths) else data.split,
+        split=data.split,
         mock_data=data.mock_data,
         data_cache_path=data.data_cache_path,
         mid_level_dataset_surplus=data.mid_level_dataset_surplus,
         mmap_bin_files=data.mmap_bin_files,
     )
-    if train is None:
-        raise ValueError("there is no training data: give --data-path with a --split, or --train-data-path")
+    assert train is not None  # the configuration has refused a run with nothing to train on
     return Datasets(
         train=train,
         valid=valid,

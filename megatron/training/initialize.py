@@ -199,6 +199,7 @@ def _initialize(
             argv_or_config,
             extra_args_provider,
             world_size=launch.world_size,
+            launched=launch.launched,
             say=print if launch.rank == 0 else lambda text: None,
         )
     parallel = config.parallel

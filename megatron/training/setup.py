@@ -185,4 +185,5 @@ def describe(context: MegatronContext, layout: PipelineLayout, vocabulary: Vocab
     ]
     if layout.num_stages > 1:
         lines.append(layout.describe())
+    lines += [f"note: {note}" for note in config.start_notes()]
     return "\n".join(lines)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -122,6 +127,10 @@ def test_flags_are_read_as_megatron_lm_users_write_them(parse: Parse, line: str,
             "--transformer-impl transformer_engine",
             ["--transformer-impl", "Transformer Engine", "leave it out"],
         ),
+        ("--expert-model-parallel-size 2", ["--expert-model-parallel-size 2: mixture of experts is not available"]),
+        ("--cpu-offloading-num-layers 2", ["--cpu-offloading-num-layers 2: recomputing or offloading activations"]),
+        ("--no-save-rng yes", ["--no-save-rng yes: takes no word after it", "--no-save-rng alone"]),
+        ("--DDP-impl torch", ["--DDP-impl torch: there is one implementation of data parallelism"]),
         ("--moe-grouped-gemm --num-experts 8", ["--moe-grouped-gemm, --num-experts 8: mixture of experts"]),
     ],
 )
@@ -139,11 +148,39 @@ def test_words_before_any_flag_are_refused() -> None:
 def test_accepted_flags_are_said_in_one_line() -> None:
     said: list[str] = []
     line = "--use-mcore-models --transformer-impl local --no-rope-fusion --use-flash-attn"
-    parse_arguments(command_line(f"{line} --bf16 --attention-dropout 0"), say=said.append)
+    parse_arguments(command_line(f"{line} --bf16 --attention-dropout 0 --hidden-dropout 0"), say=said.append)
     assert said == [
         "Accepted, and already so in this version: "
         "--use-mcore-models, --transformer-impl local, --no-rope-fusion, --use-flash-attn"
     ]
+
+
+def test_renamed_flags_are_said_in_one_line() -> None:
+    said: list[str] = []
+    line = "--batch-size 2 --warmup .01 --model_parallel_size 1 --no-bias-gelu-fusion --attention-dropout 0"
+    parse_arguments(command_line(f"{line} --hidden-dropout 0", "--micro-batch-size"), say=said.append)
+    assert said == [
+        "Accepted, and read under the names of this version: --batch-size as --micro-batch-size, "
+        "--warmup as --lr-warmup-fraction, --model_parallel_size as --tensor-model-parallel-size, "
+        "--no-bias-gelu-fusion as --activation gelu"
+    ]
+
+
+@pytest.mark.parametrize(
+    "line, told",
+    [
+        ("", ["--hidden-dropout 0.1, --attention-dropout 0.1; --hidden-dropout 0 --attention-dropout 0 turns it off"]),
+        ("--attention-dropout 0", ["--hidden-dropout 0.1; --hidden-dropout 0 turns it off"]),
+        ("--hidden-dropout 0.1 --attention-dropout 0.1", []),
+    ],
+)
+def test_dropout_that_nobody_asked_for_is_said(line: str, told: list[str]) -> None:
+    said: list[str] = []
+    parse_arguments(command_line(line), say=said.append)
+    assert said == [f"Not given, so at Megatron-LM's default: {text}" for text in told]
+    said.clear()
+    parse_arguments(command_line(line), say=said.append, purpose="model")
+    assert said == []
 
 
 def test_a_program_adds_its_own_arguments() -> None:
@@ -223,15 +260,36 @@ def test_help_shows_every_option_in_its_group_with_its_default() -> None:
             ["--help"], lambda parser: parser.add_argument("--mine", help="My own.") and None, say=said.append
         )
     assert stopped.value.code == 0
-    text = " ".join(said[0].split())
+    raw = said[0]
+    flags = " ".join(raw[raw.index("\nrequired:") :].split())
     for option in all_options():
-        assert option.shown in text
-        assert text.index(f" {option.section}: ") < text.index(f"{option.shown} ")
-    assert "--seed N Seed of weights, data order and dropout. (default: 1234)" in text
-    assert "--disable-bias-linear Turn off: biases of the linear layers. (default: on)" in text
-    assert "--num-layers N Transformer layers. (required)" in text
-    assert "--mine MINE My own." in text
-    assert max(len(line) for line in said[0].splitlines()) <= 118
+        assert option.shown_help.strip(), option.name
+        group = "required" if option.required else option.section
+        (place,) = re.finditer(rf"^  {option.shown}\s", raw, re.MULTILINE)
+        assert re.findall(r"^(\w+):$", raw[: place.start()], re.MULTILINE)[-1] == group, option.name
+        for alias in option.flag.aliases:
+            assert alias in flags
+    assert "--seed N Seed of weights, data order and dropout. (default: 1234)" in flags
+    assert "--disable-bias-linear No biases in the linear layers. --add-qkv-bias" in flags
+    assert "--no-save-optim Leave the optimizer out of checkpoints. --no-load-optim" in flags
+    assert "--micro-batch-size N Samples of one forward pass on one model replica. Also --batch-size." in flags
+    assert "--initial-loss-scale X First dynamic loss scale. (default: 2^32)" in flags
+    assert "--data-path [WEIGHT] PREFIX ... Prefixes" in flags
+    assert "--split TRAIN,VALID,TEST Shares" in flags
+    assert "not given. (default" not in flags
+    assert flags.index("--tokenizer-type") < flags.index(" configuration: ") < flags.index("--window-size")
+    assert "--mine MINE My own." in " ".join(raw.split())
+    assert max(len(line) for line in raw.splitlines()) <= 120
+
+
+def test_the_command_that_help_shows_is_a_whole_run() -> None:
+    said: list[str] = []
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"], say=said.append)
+    command = re.search(r"python \S+ (--.*?)\n\n", said[0], re.DOTALL)
+    assert command is not None
+    config, _ = parse_arguments(shlex.split(command[1].replace("\\\n", "")), world_size=1, say=lambda text: None)
+    assert config.data.mock_data
 
 
 def test_field_names_are_unique_over_sections() -> None:
@@ -256,6 +314,14 @@ def test_a_configuration_cannot_be_changed(parse: Parse) -> None:
     for option in all_options():
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(getattr(config, option.section), option.field, None)
+
+
+def test_flags_are_read_without_torch() -> None:
+    """The text tools import these, and would wait for it."""
+    root = Path(__file__).parents[2]
+    modules = "megatron.config, megatron.tokenizer, megatron.data.indexed_dataset, preprocess_data"
+    program = f"import sys; sys.path[:0] = sys.argv[1:]; import {modules}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program, str(root), str(root / "tools")], check=True)
 
 
 FLAGS = st.sampled_from([option.name for option in all_options()])

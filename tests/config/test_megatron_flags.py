@@ -51,6 +51,12 @@ def test_every_refusal_has_a_reason_and_an_alternative_that_exists() -> None:
                 assert word in _spellings() or word == "--config", (name, word)
 
 
+def test_a_flag_of_which_some_values_are_so_has_a_reason_for_the_others() -> None:
+    for name, known in _table().items():
+        if known.already and known.values is not None and not known.is_switch:
+            assert known.reason and known.instead, name
+
+
 def outcome(line: dict[str, object]) -> MegatronConfig | ConfigError:
     words = line["args"]
     assert isinstance(words, list)

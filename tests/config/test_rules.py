@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ REFUSED = [
         ["2 x pipeline 2", "4 processes", "the 6 started", "4 or 8"],
     ),
     ("--context-parallel-size 2", "", 2, ["--context-parallel-size 2", "not available in this version"]),
+    ("--world-size 0", "", None, ["--world-size 0", "at least 1"]),
     ("--world-size 4", "", 8, ["--world-size 4", "8 processes"]),
     (
         "--num-virtual-stages-per-pipeline-rank 2",
@@ -105,6 +107,26 @@ REFUSED = [
         "",
         2,
         ["--decoder-first-pipeline-num-layers 3", "--pipeline-model-parallel-layout"],
+    ),
+    (
+        "--microbatch-group-size-per-virtual-pipeline-stage 4",
+        "",
+        1,
+        ["--microbatch-group-size-per-virtual-pipeline-stage 4", "one model chunk"],
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tttttL "
+        "--microbatch-group-size-per-virtual-pipeline-stage 4",
+        "",
+        2,
+        ["--microbatch-group-size-per-virtual-pipeline-stage 4", "one model chunk", "several parts"],
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|tt|tt|ttL "
+        "--microbatch-group-size-per-virtual-pipeline-stage 1",
+        "",
+        2,
+        ["--microbatch-group-size-per-virtual-pipeline-stage 1", "at least --pipeline-model-parallel-size 2"],
     ),
     ("--decoder-last-pipeline-num-layers 3", "", 1, ["--decoder-last-pipeline-num-layers 3", "2 or more"]),
     ("--pipeline-model-parallel-size 9", "", 9, ["--num-layers 8", "9"]),
@@ -157,6 +179,8 @@ REFUSED = [
     # data and tokenizer
     ("--data-path corpus", "", None, ["--mock-data", "--data-path"]),
     ("", "--mock-data", None, ["--data-path", "nothing to train on", "--mock-data"]),
+    ("--valid-data-path a", "--mock-data", None, ["--train-data-path", "nothing to train on: --valid-data-path"]),
+    ("--split 0,1,1", "", None, ["--split 0,1,1", "nothing to train on"]),
     ("--null-tokenizer-eod-id 100", "", None, ["--null-tokenizer-eod-id 100", "less than --vocab-size 100"]),
     ("--padded-vocab-size 99", "", None, ["--padded-vocab-size 99", "--vocab-size 100"]),
     ("", "--vocab-size", None, ["--vocab-size", "NullTokenizer is made from"]),
@@ -204,6 +228,11 @@ WORKS = [
     ("--pipeline-model-parallel-size 3", 3),
     ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3", 2),
     ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tttttL", 2),
+    (
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|tt|tt|ttL "
+        "--microbatch-group-size-per-virtual-pipeline-stage 4",
+        2,
+    ),
     ("--pipeline-model-parallel-size 2 --pipeline-schedule gpipe", 2),
     ("--lr-decay-style WSD --lr-wsd-decay-iters 90 --lr-warmup-iters 10", 1),
     ("--weight-decay-incr-style cosine --start-weight-decay 0.01 --end-weight-decay 0.1", 1),
@@ -321,6 +350,42 @@ def test_a_split_that_is_not_one_to_three_shares_is_refused(split: str) -> None:
 def test_a_split_is_shares_of_one(split: str, shares: tuple[float, ...]) -> None:
     config, _ = parse_arguments([*command_line(), "--split", split])
     assert config.data.split_weights == pytest.approx(shares, rel=1e-12)
+
+
+def test_a_split_that_is_not_given_is_megatron_lm_s_and_even_for_mock_data(parse: Parse) -> None:
+    mock, real = parse(), parse("--data-path a", without="--mock-data")
+    assert mock.data.split is real.data.split is None
+    assert mock.data.split_weights == (1 / 3, 1 / 3, 1 / 3)
+    assert real.data.split_weights == pytest.approx((0.969, 0.03, 0.001), rel=1e-12)
+
+
+def test_a_split_beside_a_path_for_each_part_is_refused_also_where_it_is_the_default(refused: Refused) -> None:
+    text = refused("--train-data-path a --split 969,30,1", without="--mock-data")
+    assert "--split 969,30,1: divides --data-path" in text
+
+
+def test_a_choice_that_no_flag_could_have_given_is_refused(parse: Parse) -> None:
+    config = parse()
+    wrong = replace(
+        config,
+        optimizer=replace(config.optimizer, optimizer="lion"),
+        tokenizer=replace(config.tokenizer, tokenizer_type="Words"),
+    )
+    with pytest.raises(ConfigError, match=r"(?s)--optimizer lion: is not a known value.*--tokenizer-type Words"):
+        wrong.validate()
+
+
+def test_the_price_of_attention_dropout_is_known_at_the_start(parse: Parse) -> None:
+    (note,) = parse(
+        "--tensor-model-parallel-size 2 --bf16 --seq-length 1024 --max-position-embeddings 1024"
+    ).start_notes()
+    # 4 heads of a rank, softmax in fp32 and what dropout leaves of it in bf16
+    assert "keeps 50.3 MB of attention weights" in note
+    assert "4 heads x 1024 x 1024 x 2 samples x 6 bytes" in note
+    assert "--fast-attention-dropout" in note
+    (note,) = parse("--fast-attention-dropout").start_notes()
+    assert "masks depend on the layout" in note
+    assert parse("--attention-dropout 0").start_notes() == []
 
 
 def test_the_default_sizes_are_those_of_megatron_lm() -> None:

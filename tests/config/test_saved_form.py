@@ -48,6 +48,14 @@ def test_a_saved_configuration_without_a_required_field_is_refused(parse: Parse)
         MegatronConfig.from_dict(saved)
 
 
+def test_a_split_that_means_the_same_is_no_difference(parse: Parse) -> None:
+    saved = parse("--data-path a", without="--mock-data").to_dict()
+    present = MegatronConfig.from_dict(saved)
+    for same in ("969, 30, 1", "969,30,1"):
+        saved["data"]["split"] = same
+        assert difference(MegatronConfig.from_dict(saved), present) == []
+
+
 @pytest.mark.parametrize(
     "saved, present, flag, affects",
     [
@@ -56,6 +64,7 @@ def test_a_saved_configuration_without_a_required_field_is_refused(parse: Parse)
         ("", "--vocab-size 200", "--vocab-size", "model"),
         ("", "--seed 7", "--seed", "data"),
         ("", "--split 1", "--split", "data"),
+        ("--split 969,30,1", "", "--split", "data"),  # mock data is divided evenly when it is not given
         ("", "--reset-attention-mask", "--reset-attention-mask", "data"),
         ("--data-path /a/x /a/y", "--data-path /b/x /b/y", "--data-path", "free"),
         ("--data-path /a/x /a/y", "--data-path /a/x /a/z", "--data-path", "data"),

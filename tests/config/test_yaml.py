@@ -77,6 +77,9 @@ def test_flags_override_the_file(written: Written) -> None:
         ("seed: 1\nseed: 2", ["run.yaml:2 seed", "run.yaml:1"]),
         ("data:\n  num-workers: 1\nnum_workers: 2", ["run.yaml:3 num_workers", "run.yaml:2"]),
         ("hiden_size: 3", ["run.yaml:1 hiden_size", "--hidden-size is the nearest"]),
+        ("hiden_size:", ["run.yaml:1 hiden_size", "--hidden-size is the nearest"]),
+        ("use_mcore_model: false", ["run.yaml:1 use_mcore_model", "--use-mcore-models is the nearest"]),
+        ("expert_model_parallel_size: 2", ["run.yaml:1 expert_model_parallel_size 2: mixture of experts"]),
         ("modle:\n  num_layers: 3", ["run.yaml:1 modle", "no section", "model"]),
         ("data: {lr: 1}", ["run.yaml:1 lr", "section optimizer, not data"]),
         ("seed: many", ["run.yaml:1 seed many", "a whole number"]),
@@ -124,3 +127,22 @@ def test_the_configuration_is_printed_with_its_problems(written: Written) -> Non
     with pytest.raises(ConfigError, match="--seed -1"):
         parse_arguments([*command_line("--seed -1"), "--print-config"], say=said.append)
     assert "seed: -1" in said[0]
+
+
+def printed(line: str, *, without: str = "", **settings: object) -> str:
+    said: list[str] = []
+    with pytest.raises(SystemExit):
+        parse_arguments([*command_line(line, without), "--print-config"], say=said.append, **settings)
+    return said[0]
+
+
+def test_the_configuration_of_any_layout_is_printed_where_nothing_was_launched() -> None:
+    layout = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
+    assert "world_size: null" in printed(layout, world_size=1, launched=False)
+    assert "world_size: 16 " in printed(f"{layout} --world-size 16", world_size=1, launched=False)
+    with pytest.raises(ConfigError, match="8 processes, which do not divide the 12 started"):
+        printed(f"{layout} --world-size 12", world_size=1, launched=False)
+    with pytest.raises(ConfigError, match=r"--global-batch-size 16: must be divisible by .* size 16 = 32"):
+        printed("--world-size 16", world_size=1, launched=False)
+    with pytest.raises(ConfigError, match="8 processes, which do not divide the 1 started"):
+        printed(layout, world_size=1)

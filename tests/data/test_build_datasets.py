@@ -63,10 +63,13 @@ def test_a_weight_that_is_not_positive_is_refused_wherever_it_stands(weight: str
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({}, "the data comes from nowhere; give exactly one of"),
-        ({"data_path": ["a"], "mock_data": True}, "from --mock-data and from --data-path"),
-        ({"data_path": ["a"], "train_data_path": ["b"]}, "from --data-path and from --train-data-path"),
-        ({"train_data_path": ["b"], "split": "1,1,1"}, "--split '1,1,1' divides the data of --data-path"),
+        ({}, "--data-path: there is nothing to train on"),
+        (
+            {"data_path": ["a"], "mock_data": True},
+            "--mock-data: takes the place of a corpus, and --data-path names one",
+        ),
+        ({"data_path": ["a"], "train_data_path": ["b"]}, "--data-path: is divided by --split, and --train-data-path"),
+        ({"train_data_path": ["b"], "split": "1,1,1"}, "--split 1,1,1: divides --data-path"),
         ({"data_path": ["nowhere/to/be/found"]}, r"nowhere/to/be/found\.idx: no such file"),
     ],
 )

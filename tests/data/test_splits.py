@@ -70,7 +70,11 @@ def test_a_share_of_0_has_no_part() -> None:
     count=st.integers(0, 10**12),
 )
 def test_every_document_is_in_one_part(shares: tuple[float, float, float], count: int) -> None:
-    parts = [part for part in split_ranges(parse_split(",".join(f"{share:.9f}" for share in shares)), count) if part is not None]
+    parts = [
+        part
+        for part in split_ranges(parse_split(",".join(f"{share:.9f}" for share in shares)), count)
+        if part is not None
+    ]
     assert parts[0].start == 0
     assert parts[-1].stop == count
     assert all(before.stop == after.start for before, after in itertools.pairwise(parts))
