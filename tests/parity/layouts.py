@@ -34,7 +34,7 @@ class Case:
         return self.tp * self.pp * self.dp
 
     def valid(self) -> bool:
-        """Whether the program takes it. Nine layers are for eight chunks alone, to which four or five do not suffice."""
+        """Whether the program takes it. Nine layers are for eight chunks, to which four or five do not suffice."""
         return (
             self.world_size <= 8
             and (self.groups % self.tp == 0 or self.tp % self.groups == 0)
