@@ -86,7 +86,7 @@ SIZES = {
         micro_batch=8,
         vocabulary=1024,
         llama=True,
-        steps=8,
+        steps=2,
     ),
     "s384": Size(
         layers=6,
