@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megatron.config.arguments import ExtraArgsProvider, parse_arguments
@@ -34,13 +34,19 @@ DEFAULT_RANKS_PER_NODE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronContext:
-    """What a started rank knows: its configuration, its groups, its device, the user's own arguments, and when it
-    started (a reading of `time.monotonic`)."""
+    """What a started rank knows.
+
+    Attributes:
+        extra: the values of the user's own arguments.
+        store: what all ranks can write to and read from; None in a world of one.
+        started: when the program started, a reading of `time.monotonic`.
+    """
 
     config: MegatronConfig
     state: ParallelState
     device: torch.device
     extra: argparse.Namespace
+    store: Store | None = None
     started: float = field(default_factory=time.monotonic)
 
 
@@ -163,7 +169,7 @@ def initialize_megatron(
 
     Args:
         argv_or_config: the arguments, or a ready configuration; None takes the command line, and then a wrong argument
-            ends the program with exit code 2 and the list of all that is wrong, printed by one rank.
+            ends the program with exit code 2 and the list of all that is wrong, printed by one rank of each node.
         extra_args_provider: adds the user's own arguments to the parser; their values are in `context.extra`.
 
     Raises:
@@ -179,7 +185,8 @@ def _or_exit(start: Callable[[], MegatronContext]) -> MegatronContext:
     try:
         return start()
     except (ConfigError, LaunchError) as error:
-        first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+        # A file that is missing on one node is an error there alone, so one rank of each node speaks.
+        first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
         if error.speaks if isinstance(error, LaunchError) else first:
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -226,9 +233,9 @@ def _initialize(
         device = devices.choose_device(backend, launch.local_rank)
     except ValueError as error:
         raise LaunchError(str(error), speaks=launch.local_rank == 0) from error
-    nodes = ["node0"]
+    nodes, store = ["node0"], None
     if launch.launched:
-        nodes = _join_world(launch, backend, device, timedelta(minutes=parallel.distributed_timeout_minutes))
+        nodes, store = _join_world(launch, backend, device, timedelta(minutes=parallel.distributed_timeout_minutes))
     state = parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -241,13 +248,13 @@ def _initialize(
             print(state, flush=True)
         for warning in _node_warnings(state, config):
             print(f"warning: {warning}", flush=True)
-    return MegatronContext(config=config, state=state, device=device, extra=extra, started=started)
+    return MegatronContext(config=config, state=state, device=device, extra=extra, store=store, started=started)
 
 
 def _join_world(
     launch: LaunchEnvironment, backend: devices.Backend, device: torch.device, timeout: timedelta
-) -> list[str]:
-    """Meet the other ranks and initialise `torch.distributed`; the node of each rank.
+) -> tuple[list[str], Store]:
+    """Meet the other ranks and initialise `torch.distributed`; the node of each rank, and the store they met at.
 
     A roll call comes before the communicators, whose own time-out would not say who is missing.
     """
@@ -290,7 +297,7 @@ def _join_world(
             f"{launch_line(world_size, launch.local_world_size, slurm=launch.slurm)}",
             speaks=rank == min(set(range(world_size)) - set(missing)),
         ) from error
-    nodes = [roll.get(str(other)).decode() for other in range(world_size)]
+    nodes = [node.decode() for node in roll.multi_get([str(other) for other in range(world_size)])]
     dist.init_process_group(
         backend,
         store=PrefixStore("megatron", store),
@@ -298,7 +305,7 @@ def _join_world(
         world_size=world_size,
         timeout=timeout,
     )
-    return nodes
+    return nodes, store
 
 
 def _node_warnings(state: ParallelState, config: MegatronConfig) -> list[str]:

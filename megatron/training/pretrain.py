@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from signal import Signals
 
 import torch
+import torch.distributed as dist
 
-from megatron.checkpointing import CheckpointError
 from megatron.config.arguments import ExtraArgsProvider
 from megatron.core.collectives import barrier
 from megatron.model.flops import flops_per_batch
@@ -16,6 +15,7 @@ from megatron.optimizer.build import build_optimizer
 from megatron.optimizer.param_scheduler import OnLoad, build_param_scheduler
 from megatron.training.checkpoints import load_run, open_checkpoint, progress_of
 from megatron.training.data_loaders import DatasetsProvider, build_loaders
+from megatron.training.failures import exit_on_user_error
 from megatron.training.hooks import (
     Evaluation,
     Exits,
@@ -66,20 +66,20 @@ def pretrain(
 
     Raises:
         ConfigError, LaunchError: see `initialize_megatron`.
-        CheckpointError: what `--load` names cannot be loaded. Without a context this, too, ends the program with exit
-            code 2 and the reason, printed by one rank.
+        CheckpointError: what `--load` names cannot be loaded, or `--save` cannot be written.
+        ValueError: the tokenizer, the data or the layout is not what the configuration says.
         FloatingPointError: a loss or gradient norm was not finite.
+
+        Without a context each of these ends the program with exit code 2 and the reason, printed once.
     """
     if context is None:
         context = initialize_megatron(extra_args_provider=extra_args_provider)
-        try:
-            run = build_run(context, datasets_provider, model_provider, forward_step)
-        except CheckpointError as error:  # the same on all ranks
-            if context.state.rank == 0:
-                print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
-            sys.exit(2)
-    else:
-        run = build_run(context, datasets_provider, model_provider, forward_step)
+        with exit_on_user_error(context):
+            run = pretrain(datasets_provider, model_provider, forward_step, context=context)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return run
+    run = build_run(context, datasets_provider, model_provider, forward_step)
     train(run)
     barrier(context.state.world)
     return run

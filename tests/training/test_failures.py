@@ -1,0 +1,47 @@
+"""How a program ends for a reason that its user can mend: a message in place of a traceback, exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.training.failures import exit_on_user_error
+from megatron.training.initialize import MegatronContext
+from tests.helpers.launch import pretrain_tiny
+from tests.helpers.tiny import CORPUS, context_of_rank, tiny_config
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_damaged_corpus_is_said_without_a_traceback(tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "bad.bin").write_bytes(CORPUS.with_suffix(".bin").read_bytes())
+    (tmp_path / "bad.idx").write_bytes(CORPUS.with_suffix(".idx").read_bytes()[:20])
+    outcome = pretrain_tiny(tmp_path, "--data-path", str(tmp_path / "bad"), ranks=ranks)
+    assert outcome.codes == [2] * ranks
+    assert any("bad.idx" in text for text in outcome.err)
+    assert not any("Traceback" in text for text in outcome.err)
+
+
+def context_with_store() -> MegatronContext:
+    context = context_of_rank(tiny_config(), 0, 1)
+    store = torch.distributed.HashStore()
+    return MegatronContext(
+        config=context.config, state=context.state, device=context.device, extra=argparse.Namespace(), store=store
+    )
+
+
+def test_the_same_reason_is_said_once_and_another_one_too(capsys: pytest.CaptureFixture[str]) -> None:
+    context = context_with_store()
+    for reason in ("the disk is full", "the disk is full", "the file is damaged"):
+        with pytest.raises(SystemExit, match="2"), exit_on_user_error(context):
+            raise ValueError(reason)
+    said = capsys.readouterr().err
+    assert said.count("the disk is full") == 1
+    assert said.count("the file is damaged") == 1
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match="a bug"), exit_on_user_error(context_with_store()):
+        raise RuntimeError("a bug")
