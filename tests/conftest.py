@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
 
 import pytest
 import torch
 
+from tests.helpers.session import SESSION_FOLDER
+
 torch.set_num_threads(1)
+_session = tempfile.TemporaryDirectory(prefix="megatron-tests-")
+os.environ[SESSION_FOLDER] = _session.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -52,7 +53,9 @@ class ParallelState:
         return describe_groups(self.grid, self.nodes)
 
 
-def build_parallel_state(grid: RankGrid, *, rank: int, nodes: Sequence[str] | None = None) -> ParallelState:
+def build_parallel_state(
+    grid: RankGrid, *, rank: int, nodes: Sequence[str] | None = None, timeout: timedelta | None = None
+) -> ParallelState:
     """Create the communicators of `rank` for a grid. Each rank of the world must call it with the same grid.
 
     Only the members of a group take part in making it, so start-up does not grow with the number of groups; axes that
@@ -71,7 +74,9 @@ def build_parallel_state(grid: RankGrid, *, rank: int, nodes: Sequence[str] | No
         if len(ranks) == 1:
             return CommGroup.single(name, rank)
         if ranks not in communicators:
-            communicators[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+            communicators[ranks] = dist.new_group(
+                list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
+            )
         return CommGroup(name=name, ranks=ranks, rank=ranks.index(rank), process_group=communicators[ranks])
 
     pipeline_ranks = grid.group_of(rank, "pp")
@@ -98,10 +103,14 @@ def initialize_model_parallel(
     context_parallel_size: int = 1,
     order: str = DEFAULT_ORDER,
     nodes: Sequence[str] | None = None,
+    timeout: timedelta | None = None,
 ) -> ParallelState:
     """Build the groups over the initialised world and keep them for the getters below.
 
     Without `torch.distributed` the world is this one process.
+
+    Args:
+        timeout: of a collective over any of the groups; None: torch's own for the backend.
 
     Raises:
         ValueError: the world does not divide by the product of the sizes.
@@ -119,7 +128,7 @@ def initialize_model_parallel(
         context=context_parallel_size,
         order=order,
     )
-    _parallel_state = build_parallel_state(grid, rank=rank, nodes=nodes)
+    _parallel_state = build_parallel_state(grid, rank=rank, nodes=nodes, timeout=timeout)
     return _parallel_state
 
 
@@ -150,10 +159,6 @@ def get_parallel_state() -> ParallelState:
     if _parallel_state is None:
         raise RuntimeError("model parallel groups do not exist yet: call initialize_megatron() first")
     return _parallel_state
-
-
-def model_parallel_is_initialized() -> bool:
-    return _parallel_state is not None
 
 
 def get_tensor_model_parallel_group() -> CommGroup:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod, sqrt
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -86,14 +87,11 @@ def _draw(shard: Shard, seed: int, first: int, last: int) -> Tensor:
     init = shard.init
     if init.kind == "constant":
         return torch.full(shape, init.value, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(_block_seed(seed, shard.name, first))
-    return torch.randn(shape, generator=generator, dtype=torch.float32) * init.std
-
-
-def _block_seed(seed: int, name: str, first: int) -> int:
-    """32 bits, all that the CPU generator of torch reads of a seed, made of all three and nothing else."""
-    digest = hashlib.sha256(f"{seed}:{name}:{first}".encode()).digest()
-    return int.from_bytes(digest[:4], "little")
+    # A key of 128 bits: the generator of torch takes 32 on a CPU, and large models have so many blocks that two of them
+    # would be drawn alike.
+    key = int.from_bytes(hashlib.sha256(f"{seed}:{shard.name}:{first}".encode()).digest()[:16], "little")
+    generator = np.random.Generator(np.random.Philox(key=key))
+    return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32)) * init.std
 
 
 def output_std(std: float, num_layers: int) -> float:

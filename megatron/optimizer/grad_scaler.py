@@ -14,6 +14,10 @@ class GradScaler(Protocol):
     @property
     def scale(self) -> float: ...
 
+    @property
+    def absorbs_overflow(self) -> bool:
+        """Whether a gradient that is not finite may be an overflow that a smaller scale would cure."""
+
     def update(self, found_inf: bool) -> None:
         """Called once a step, after the gradients were looked at."""
 
@@ -34,6 +38,10 @@ class ConstantGradScaler:
     def scale(self) -> float:
         return self._scale
 
+    @property
+    def absorbs_overflow(self) -> bool:
+        return False
+
     def update(self, found_inf: bool) -> None:
         pass
 
@@ -47,10 +55,9 @@ class ConstantGradScaler:
 class DynamicGradScaler:
     """A loss scale that grows while all goes well and backs off on overflow.
 
-    After `growth_interval` steps in a row without overflow the scale is multiplied by `growth_factor`. On an
-    overflow it is multiplied by `backoff_factor`, but not below `min_scale`, and not for the first
-    `hysteresis - 1` overflows since it last grew. Only growth restores the hysteresis; until then each
-    further overflow backs off.
+    After `growth_interval` steps in a row without overflow the scale is doubled. On an overflow it is halved, but not
+    below `min_scale`, and not for the first `hysteresis - 1` overflows since it last grew. Only growth restores the
+    hysteresis; until then each further overflow backs off.
     """
 
     def __init__(
@@ -60,8 +67,6 @@ class DynamicGradScaler:
         min_scale: float,
         growth_interval: int,
         hysteresis: int,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
     ) -> None:
         if not 0 < min_scale <= initial_scale:
             raise ValueError(
@@ -73,13 +78,10 @@ class DynamicGradScaler:
                 f"--loss-scale-window {growth_interval}, --hysteresis {hysteresis}: both must be at least 1; "
                 f"the defaults are 1000 and 2"
             )
-        assert growth_factor > 1 > backoff_factor > 0
         self._scale = initial_scale
         self.min_scale = min_scale
         self.growth_interval = growth_interval
         self.hysteresis = hysteresis
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
         self.growth_tracker = 0
         self.hysteresis_tracker = hysteresis
 
@@ -87,18 +89,22 @@ class DynamicGradScaler:
     def scale(self) -> float:
         return self._scale
 
+    @property
+    def absorbs_overflow(self) -> bool:
+        return self._scale > self.min_scale
+
     def update(self, found_inf: bool) -> None:
         if found_inf:
             self.growth_tracker = 0
             self.hysteresis_tracker -= 1
             if self.hysteresis_tracker <= 0:
-                self._scale = max(self._scale * self.backoff_factor, self.min_scale)
+                self._scale = max(self._scale / 2, self.min_scale)
         else:
             self.growth_tracker += 1
             if self.growth_tracker == self.growth_interval:
                 self.growth_tracker = 0
                 self.hysteresis_tracker = self.hysteresis
-                self._scale *= self.growth_factor
+                self._scale *= 2
 
     def state_dict(self) -> dict[str, float]:
         return {

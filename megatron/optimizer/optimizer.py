@@ -29,12 +29,15 @@ class UpdateReport:
         grad_norm: global norm of the unscaled gradients before clipping; not finite when one of them was not.
         num_zeros: gradient elements of the global model that are exactly zero, when that is counted.
         loss_scale: the one of the next step.
+        overflow: a skipped step that is part of the method: the loss scale was too large and is being lowered. A step
+            that was skipped without it met a NaN or an infinity that no loss scale explains.
     """
 
     applied: bool
     grad_norm: float
     num_zeros: int | None
     loss_scale: float
+    overflow: bool = False
 
 
 class MegatronOptimizer:
@@ -77,11 +80,6 @@ class MegatronOptimizer:
         """The factor that the losses of the next step must carry into their backward pass."""
         return self.scaler.scale
 
-    @property
-    def num_updates(self) -> int:
-        """How many steps were applied."""
-        return self._updates
-
     def set_schedule(self, lr: float, weight_decay: float) -> None:
         """The learning rate and weight decay of the steps to come; nothing else sets them."""
         self._schedule = (lr, weight_decay)
@@ -106,8 +104,15 @@ class MegatronOptimizer:
             gradient_scale = scale / clip_factor(grad_norm, self.clip_grad)
             for part in self.parts:
                 part.update(number=self._updates, lr=lr, weight_decay=weight_decay, gradient_scale=gradient_scale)
+        overflow = not finite and self.scaler.absorbs_overflow
         self.scaler.update(found_inf=not finite)
-        return UpdateReport(applied=finite, grad_norm=grad_norm, num_zeros=num_zeros, loss_scale=self.loss_scale)
+        return UpdateReport(
+            applied=finite,
+            grad_norm=grad_norm,
+            num_zeros=num_zeros,
+            loss_scale=self.loss_scale,
+            overflow=overflow,
+        )
 
     def skip_step(self) -> UpdateReport:
         """The report of a step that changes nothing, such as one on a batch without a single token."""

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from megatron.config.logging import LoggingConfig
-from megatron.core.collectives import all_reduce_
+from megatron.core.collectives import all_gather_object, all_reduce_
 from megatron.training.checkpoints import save_run
 from megatron.training.metrics import Interval, StepReport, json_number, log_line, perplexity
 from megatron.training.run import Run
@@ -57,7 +57,7 @@ class LogLine(Hook):
     def after_step(self, run: Run, report: StepReport) -> None:
         self._interval.add(report)
         first = len(self._interval.reports) == 1 and not self._seconds_per_sample
-        if report.iteration % self._config.log_interval != 0 and not first:
+        if report.iteration % self._config.log_interval != 0 and not first and not report.nan:
             return
         interval = self._interval
         samples = sum(each.global_batch_size for each in interval.reports)
@@ -178,7 +178,8 @@ class TensorBoard(Hook):
         self._writer.add_scalar("iteration-time", report.seconds, report.iteration)
         if self._config.log_throughput:
             speed = run.teraflops_per_second(report.global_batch_size, report.seconds)
-            self._writer.add_scalar("throughput", speed, report.iteration)
+            if speed is not None:
+                self._writer.add_scalar("throughput", speed, report.iteration)
 
     def after_timing(self, run: Run, milliseconds: Mapping[str, Sequence[float]]) -> None:
         if self._writer is not None and self._config.log_timers_to_tensorboard:
@@ -307,14 +308,24 @@ class StopOnNaN(Hook):
     """Ends the run with an error when a loss or the gradient norm is not finite."""
 
     def after_step(self, run: Run, report: StepReport) -> None:
-        # Known on all ranks, so all of them end here, though the losses are known on some only.
-        if report.nan:
-            raise FloatingPointError(
-                f"iteration {report.iteration}: the gradient norm is {report.grad_norm}"
-                + "".join(f", {name} {loss}" for name, loss in report.losses.items())
-                + "; the weights were not updated. Resume from the last checkpoint with a lower --lr or more warm-up, "
-                "or skip such iterations with --no-check-for-nan-in-loss-and-grad"
-            )
+        # Known on all ranks, so all of them end here with one text, though the losses are known on some only.
+        if not report.nan:
+            return
+        mine = [f"rank {run.state.rank}: {_some(report.faults)}"] if report.faults else []
+        everyone = all_gather_object((mine, dict(report.losses)), run.state.world)
+        losses = {name: loss for _, known in everyone for name, loss in known.items()}
+        faults = [fault for found, _ in everyone for fault in found]
+        raise FloatingPointError(
+            f"iteration {report.iteration}: the gradient norm is {report.grad_norm}"
+            + "".join(f", {name} {loss}" for name, loss in losses.items())
+            + (f"; gradients were not finite, before any reduction, on {_some(faults, '; ')}" if faults else "")
+            + "; the weights were not updated. Resume from the last checkpoint with a lower --lr or more warm-up, "
+            "or skip such iterations with --no-check-for-nan-in-loss-and-grad"
+        )
+
+
+def _some(names: Sequence[str], separator: str = ", ") -> str:
+    return separator.join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 class Saving(Hook):

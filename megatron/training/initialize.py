@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from megatron.core import device as devices
 from megatron.core import parallel_state
 from megatron.core.parallel_state import ParallelState
 from megatron.core.rank_grid import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER
+from megatron.core.tensor_parallel.random import RngStateTracker, model_parallel_rng_tracker
 
 # Ranks of a node that `--print-parallel-groups --world-size N` assumes when nothing was launched.
 DEFAULT_RANKS_PER_NODE = 8
@@ -48,6 +50,16 @@ class MegatronContext:
     extra: argparse.Namespace
     store: Store | None = None
     started: float = field(default_factory=time.monotonic)
+
+    @cached_property
+    def rng_tracker(self) -> RngStateTracker:
+        """The field's generator states, for a user's own layers. Ours need none: their masks are functions."""
+        return model_parallel_rng_tracker(
+            self.config.training.seed,
+            tp_rank=self.state.tensor.rank,
+            pp_rank=self.state.pipeline.rank,
+            device=self.device,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +254,7 @@ def _initialize(
         context_parallel_size=parallel.context_parallel_size,
         order=order,
         nodes=nodes,
+        timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
     )
     if state.rank == 0:
         if parallel.print_parallel_groups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from math import exp, isfinite, nan
@@ -18,6 +18,7 @@ class StepReport:
             hold the output, and when the step was skipped for want of tokens.
         applied: whether the weights were updated.
         nan: a loss is not finite, or the gradient norm is not and this is no overflow of the loss scale.
+        faults: parameters whose gradient was not finite on this rank before any reduction, where that is looked for.
         learning_rate, weight_decay: those that this iteration's update used.
         next_learning_rate: that of the next iteration, which is the one the field's log line shows.
         seconds: wall-clock time of the iteration.
@@ -27,6 +28,7 @@ class StepReport:
     losses: Mapping[str, float]
     applied: bool
     nan: bool
+    faults: Sequence[str]
     grad_norm: float
     num_zeros: int | None
     params_norm: float | None

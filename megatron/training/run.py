@@ -72,7 +72,7 @@ class Run:
     plans: Callable[[int, bool], Plan]
     loaders: Loaders
     train_iters: int
-    flops_per_sample: float
+    flops_per_sample: float | None
     timers: Timers
     progress: Progress
     hooks: Iterable[Any] = field(default_factory=tuple)
@@ -84,13 +84,14 @@ class Run:
         return self.state.rank == self.state.world.size - 1
 
     @property
-    def stops_on_nan(self) -> bool:
-        """Whether a gradient that is not finite ends the run. With float16 an overflow is part of the method."""
-        config = self.config
-        return config.training.check_for_nan_in_loss_and_grad and config.optimizer.precision != "fp16"
+    def looks_for_nan(self) -> bool:
+        """Whether to look for the rank and the parameters of a NaN. An overflow of a dynamic loss scale is none."""
+        return self.config.training.check_for_nan_in_loss_and_grad and not self.optimizer.scaler.absorbs_overflow
 
-    def teraflops_per_second(self, samples: int, seconds: float) -> float:
-        """Throughput of one rank by the formula of `model/flops.py`: recomputation does not count."""
+    def teraflops_per_second(self, samples: int, seconds: float) -> float | None:
+        """Throughput of one rank, recomputation not counted; None when the model does not know its operations."""
+        if self.flops_per_sample is None:
+            return None
         return self.flops_per_sample * samples / (seconds * 1e12 * self.state.world.size)
 
     def print(self, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import all_reduce, all_reduce_
 from megatron.core.comm_group import CommGroup
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads, non_finite_gradients
 from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.training.metrics import StepReport
 from megatron.training.run import Batch, Run
@@ -32,6 +33,7 @@ def train_step(run: Run) -> StepReport:
     learning_rate, weight_decay, loss_scale = scheduler.lr, scheduler.weight_decay, optimizer.loss_scale
     losses: dict[str, float] = {}
     update = optimizer.skip_step()
+    faults: list[str] = []
     if all(float(count) > 0 for count in counts.values()):
         optimizer.set_schedule(learning_rate, weight_decay)
         for chunk in run.chunks:
@@ -46,14 +48,10 @@ def train_step(run: Run) -> StepReport:
                 forward_only=False,
                 timed=partial(run.timers, level=2),
             )
+        if run.looks_for_nan:
+            faults = non_finite_gradients(run.chunks)
         with run.timers("grads-reduce"):
-            finalize_model_grads(
-                run.chunks,
-                tensor=state.tensor,
-                embedding=state.embedding,
-                data=state.data_context,
-                check_finite=run.stops_on_nan,
-            )
+            finalize_model_grads(run.chunks, tensor=state.tensor, embedding=state.embedding, data=state.data_context)
         with run.timers("optimizer"):
             update = optimizer.step()
         losses = mean_losses(sums, counts, state.data_context)
@@ -62,15 +60,13 @@ def train_step(run: Run) -> StepReport:
 
     progress.iteration += 1
     progress.consumed_train_samples += batch.running_global_batch_size
-    progress.skipped_iterations += not update.applied
-    progress.floating_point_operations += batch.running_global_batch_size * run.flops_per_sample
-    overflow = run.config.optimizer.precision == "fp16" and not isfinite(update.grad_norm)
-    nan = not (overflow or isfinite(update.grad_norm)) or _any_is_not_finite(losses, run)
+    nan = not (update.overflow or isfinite(update.grad_norm)) or _any_is_not_finite(losses, run)
     return StepReport(
         iteration=progress.iteration,
         losses=losses,
         applied=update.applied,
         nan=nan,
+        faults=faults,
         grad_norm=update.grad_norm,
         num_zeros=update.num_zeros,
         params_norm=optimizer.params_norm() if run.config.logging.log_params_norm else None,
@@ -95,9 +91,14 @@ def _any_is_not_finite(losses: Mapping[str, float], run: Run) -> bool:
 def _forward_step(run: Run, *, training: bool):  # type: ignore[no-untyped-def]
     """The user's forward step with the dropout of this iteration, or with none for evaluation."""
     seed, iteration = run.config.training.seed, run.progress.iteration
+    draws = training and run.config.model.fast_attention_dropout and run.config.model.attention_dropout > 0
 
     def forward_step(batch: Batch, chunk: nn.Module, hidden_states: Tensor | None) -> Tensor | dict[str, Tensor]:
         dropout = DropoutStream(seed=seed, iteration=iteration, sample_ids=batch.sample_ids) if training else None
+        if draws:  # torch's attention draws from its global generator, which so has the seed of this very forward
+            number = [each.module for each in run.chunks].index(chunk)
+            place = (iteration, int(batch.sample_ids[0]), run.state.model.rank, number)
+            torch.manual_seed(int.from_bytes(hashlib.sha256(str((seed, *place)).encode()).digest()[:8]) >> 1)
         return run.forward_step(batch, chunk, hidden_states, dropout)
 
     return forward_step

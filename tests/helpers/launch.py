@@ -120,9 +120,8 @@ def _main(
 
 def pretrain_gpt() -> None:
     """What `pretrain_gpt.py` does."""
-    from megatron.training.data_loaders import gpt_datasets
+    from megatron.training.gpt import gpt_datasets, gpt_model
     from megatron.training.pretrain import pretrain
-    from megatron.training.setup import gpt_model
     from pretrain_gpt import forward_step
 
     pretrain(gpt_datasets, gpt_model, forward_step)

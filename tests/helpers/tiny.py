@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +17,17 @@ from megatron.core.distributed.grad_buffer import main_grad_of
 from megatron.core.parallel_state import build_parallel_state, grid_of_world
 from megatron.core.rank_grid import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER
 from megatron.core.shard import Shard, shard_of
-from megatron.training.data_loaders import gpt_datasets
+from megatron.training.gpt import gpt_datasets, gpt_model
 from megatron.training.initialize import MegatronContext
 from megatron.training.pretrain import build_run
 from megatron.training.run import Run
-from megatron.training.setup import gpt_model
 from megatron.training.train_step import train_step
 from pretrain_gpt import forward_step
+from tests.helpers.session import SESSION_FOLDER
 
-# Documents of some 20 tokens, the end of each token 250. Its indices are kept from one test run to the next.
+# Documents of some 20 tokens, the end of each token 250. Its indices are built once for each run of the tests.
 CORPUS = Path(__file__).parents[1] / "fixtures" / "gpt_dataset" / "data" / "alpha"
-INDICES = Path(tempfile.gettempdir()) / "megatron-test-indices"
+INDICES = Path(os.environ[SESSION_FOLDER]) / "indices"
 
 # A GPT that every tensor-parallel size up to 8 divides, 3 too, with a vocabulary that none does, on data whose
 # documents end in the middle of samples, so that token counts differ between micro-batches.
@@ -128,7 +128,7 @@ def train_steps(rank: int, world_size: int, steps: int, *arguments: str) -> list
 
 
 def assemble(ranks: Iterable[dict[str, LocalPart]]) -> dict[str, Tensor]:
-    """Global tensors from the parts of all ranks. All holders of an element must hold the same value, to 1e-12.
+    """Global tensors from the parts of all ranks. All holders of an element must hold the same bits.
 
     Padding, which is in no piece, is left out, and must be zero.
     """
@@ -144,9 +144,7 @@ def assemble(ranks: Iterable[dict[str, LocalPart]]) -> dict[str, Tensor]:
                 here = part.tensor.narrow(shard.split_dim, piece.local, piece.length)
                 there = target.narrow(shard.split_dim, piece.start, piece.length)
                 known = marks.narrow(shard.split_dim, piece.start, piece.length)
-                torch.testing.assert_close(
-                    here[known], there[known], rtol=0, atol=1e-6 if here.dtype == torch.float32 else 1e-12, msg=name
-                )
+                assert torch.equal(here[known], there[known]), f"{name}: its holders differ"
                 there.copy_(here)
                 known.fill_(True)
                 covered.narrow(shard.split_dim, piece.local, piece.length).fill_(True)

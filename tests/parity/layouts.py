@@ -34,7 +34,7 @@ class Case:
         return self.tp * self.pp * self.dp
 
     def valid(self) -> bool:
-        """Whether the program takes it. Nine layers are for eight chunks, to which four or five do not suffice."""
+        """Whether the program takes it. Nine layers are for the six or eight chunks that four or five do not fill."""
         return (
             self.world_size <= 8
             and (self.groups % self.tp == 0 or self.tp % self.groups == 0)
@@ -42,7 +42,7 @@ class Case:
             and not (self.vpp > 1 and (self.pp == 1 or self.schedule == "gpipe"))
             and not (self.schedule == "gpipe" and self.pp == 1)
             and not (self.order == "tp-pp-dp" and (self.pp == 1 or self.dp == 1))
-            and (self.layers == 9) == (self.pp * self.vpp == 8)
+            and (self.layers == 9) == (self.pp * self.vpp >= 6)
         )
 
     @property
@@ -115,7 +115,7 @@ def all_cases() -> Iterable[Case]:
             yield case
 
 
-def layout_product() -> list[Case]:
+def every_layout() -> list[Case]:
     """Every layout, each with one model: the properties of the model are drawn, so that all meet all parts of layouts.
 
     The full product with the models would repeat layouts a hundred times over.

@@ -9,11 +9,11 @@ import pytest
 from tests.helpers.distributed import run_distributed
 from tests.helpers.numerics import PARITY_FP32, PARITY_FP64, assert_all_parity
 from tests.helpers.tiny import StepResult, assemble, losses_of, train_steps
-from tests.parity.layouts import Case, all_cases, layout_product, pairwise_cover
+from tests.parity.layouts import Case, all_cases, every_layout, pairwise_cover
 
 STEPS = 3
 COVER = pairwise_cover(list(all_cases()))
-PRODUCT = [case for case in layout_product() if case not in COVER]
+EVERY_LAYOUT = [case for case in every_layout() if case not in COVER]
 
 
 @cache
@@ -43,8 +43,8 @@ def test_pairwise_cover_of_layouts(case: Case) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", PRODUCT, ids=str)
-def test_product_of_layouts(case: Case) -> None:
+@pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
+def test_every_layout(case: Case) -> None:
     check_parity(case, precision=("--fp64",), bound=PARITY_FP64, with_parameters=True)
 
 

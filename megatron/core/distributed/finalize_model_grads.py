@@ -40,17 +40,12 @@ from megatron.core.distributed.grad_buffer import main_grad_of
 from megatron.core.shard import shard_of
 
 
-class NonFiniteGradientError(FloatingPointError):
-    """A rank's own gradients, before any reduction, hold a NaN or an infinity."""
-
-
 def finalize_model_grads(
     chunks: Sequence[DistributedDataParallel],
     *,
     tensor: CommGroup,
     embedding: CommGroup | None,
     data: CommGroup,
-    check_finite: bool = False,
 ) -> None:
     """Sum gradients over whatever each was split over. See Note [Gradient finalization order].
 
@@ -58,15 +53,7 @@ def finalize_model_grads(
         chunks: the model chunks of this rank, in the same order on all ranks of its tensor-parallel group.
         embedding: first and last stage; None on a stage between them.
         data: the ranks that saw other samples; the chunks' own `data_group`.
-        check_finite: look for NaN and infinity first, while it is still known which rank made them. One more
-            pass over the gradients; not for fp16 with a dynamic loss scale, where an overflow is part of the
-            method.
-
-    Raises:
-        NonFiniteGradientError: with `check_finite`; names the rank and its parameters.
     """
-    if check_finite:
-        check_gradients_are_finite(chunks, rank=data.ranks[data.rank])
     if tensor.size > 1:
         _sum_partial_gradients(chunks, tensor)
         _sum_replicated_runs(chunks, tensor)
@@ -77,20 +64,20 @@ def finalize_model_grads(
         chunk.reduce_gradients()
 
 
-def check_gradients_are_finite(chunks: Sequence[DistributedDataParallel], *, rank: int) -> None:
-    """Raise `NonFiniteGradientError` with the global rank and the parameters whose gradient is not finite."""
+def non_finite_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
+    """Parameters whose gradient on this rank holds a NaN or an infinity.
+
+    Call it before `finalize_model_grads`, which spreads them to all ranks. One more pass over the gradients.
+    """
     buffers = [buffer for chunk in chunks for buffer in chunk.grad_buffers]
     # A NaN or an infinity anywhere makes the sum one; the search by parameter is for the bad case only.
     suspects = [buffer for buffer in buffers if not buffer.gradients.sum().isfinite()]
-    names = [
+    return [
         shard_of(entry.parameter).name or entry.name
         for buffer in suspects
         for entry in buffer.entries
         if not entry.view(buffer.gradients).isfinite().all()
     ]
-    if names:
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        raise NonFiniteGradientError(f"rank {rank}: gradients are not finite before any reduction: {shown}")
 
 
 def _all_reduce_coalesced_(gradients: Sequence[Tensor], group: CommGroup) -> None:

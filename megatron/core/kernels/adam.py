@@ -22,12 +22,10 @@ class HyperRun:
     Attributes:
         length: number of elements. The runs of a buffer tile it: each starts where the one before it ends.
         weight_decay_multiplier: 0 on biases and norms.
-        lr_multiplier: factor of the learning rate, for the decay too.
     """
 
     length: int
     weight_decay_multiplier: float = 1.0
-    lr_multiplier: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +75,13 @@ def adamw_(
             gradient.div_(hyper.gradient_scale)
         else:
             grad_scale = torch.full((), hyper.gradient_scale, dtype=torch.float32, device=parameter.device)
-    step = torch.full((), float(hyper.step), dtype=parameter.dtype, device=parameter.device)
+    # The CUDA kernel reads it as float32 whatever the parameters are; that is exact up to 2**24 updates.
+    dtype = torch.float32 if parameter.is_cuda else parameter.dtype
+    step = torch.full((), float(hyper.step), dtype=dtype, device=parameter.device)
     sizes = [run.length for run in runs]
     views = [flat.split_with_sizes(sizes) for flat in (parameter, gradient, exp_avg, exp_avg_sq)]
-    for weight_decay, lr in sorted({(run.weight_decay_multiplier, run.lr_multiplier) for run in runs}):
-        members = [
-            i for i, run in enumerate(runs) if (run.weight_decay_multiplier, run.lr_multiplier) == (weight_decay, lr)
-        ]
+    for weight_decay in sorted({run.weight_decay_multiplier for run in runs}):
+        members = [i for i, run in enumerate(runs) if run.weight_decay_multiplier == weight_decay]
         parameters, gradients, exp_avgs, exp_avg_sqs = ([view[i] for i in members] for view in views)
         torch._fused_adamw_(
             parameters,
@@ -92,7 +90,7 @@ def adamw_(
             exp_avg_sqs,
             [],
             [step] * len(members),
-            lr=lr * hyper.lr,
+            lr=hyper.lr,
             beta1=hyper.beta1,
             beta2=hyper.beta2,
             weight_decay=weight_decay * hyper.weight_decay,
@@ -122,12 +120,11 @@ def adamw_reference_(
     start = 0
     for run in runs:
         p, g, m, v = (flat[start : start + run.length] for flat in (parameter, gradient, exp_avg, exp_avg_sq))
-        lr = run.lr_multiplier * hyper.lr
         g = g / hyper.gradient_scale
-        p.mul_(1 - lr * run.weight_decay_multiplier * hyper.weight_decay)
+        p.mul_(1 - hyper.lr * run.weight_decay_multiplier * hyper.weight_decay)
         m.mul_(hyper.beta1).add_(g, alpha=1 - hyper.beta1)
         v.mul_(hyper.beta2).addcmul_(g, g, value=1 - hyper.beta2)
-        p.addcdiv_(m, v.sqrt().div_(math.sqrt(correction2)).add_(hyper.eps), value=-lr / correction1)
+        p.addcdiv_(m, v.sqrt().div_(math.sqrt(correction2)).add_(hyper.eps), value=-hyper.lr / correction1)
         start += run.length
     if low_precision is not None:
         low_precision.copy_(parameter)
