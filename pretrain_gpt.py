@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.data.batches import GPTBatch
 from megatron.model.gpt_model import GPTModel
-from megatron.training.data_loaders import gpt_datasets
+from megatron.training.gpt import gpt_datasets, gpt_model
 from megatron.training.pretrain import pretrain
-from megatron.training.setup import gpt_model
 
 
 def forward_step(

@@ -19,8 +19,9 @@ from megatron.core.shard import NamedTensor, shard_of
 from megatron.inference.generation import Sampling, generate
 from megatron.model.gpt_model import GPTModel
 from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.training.gpt import gpt_model
 from megatron.training.initialize import MegatronContext
-from megatron.training.setup import build_vocabulary, gpt_model
+from megatron.training.setup import build_vocabulary
 
 
 def load_model(folder: str, step: int | None, device: torch.device) -> tuple[GPTModel, Tokenizer, MegatronConfig]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel_r
 from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.model.attention import local_heads
 from megatron.model.embedding import LanguageModelEmbedding, embedding_init
+from megatron.model.flops import flops_per_batch, parameter_count
 from megatron.model.masks import alibi_slopes, attention_mask
 from megatron.model.rotary import RotaryTable, rotary_table
 from megatron.model.transformer import TransformerBlock
@@ -57,6 +59,7 @@ class GPTModel(nn.Module):
         self.config = config
         self.stage = stage
         self.vocab_size = vocab_size
+        self.padded_vocab_size = padded_vocab_size
         self.tensor_group = tensor_group
         self.sequence_parallel = sequence_parallel
         self.dtype = dtype
@@ -159,6 +162,20 @@ class GPTModel(nn.Module):
             logits, labels.t(), group=self.tensor_group, vocab_size=self.vocab_size
         )  # [s, b]
         return losses.t()  # [b, s]
+
+    def layers_to_compile(self) -> Iterable[nn.Module]:
+        """The transformer layers of this chunk: one compilation serves all, and each stays a whole for the others."""
+        return self.decoder.layers.values()
+
+    def implied_parameter_count(self) -> int | None:
+        """Parameters of the whole model; None, in a subclass, for not known."""
+        return parameter_count(self.config, self.vocab_size)
+
+    def flops_per_sample(self, sequence_length: int) -> float | None:
+        """Floating-point operations of forward and backward over one sample; None, in a subclass, for not known."""
+        return flops_per_batch(
+            self.config, batch_size=1, sequence_length=sequence_length, padded_vocab_size=self.padded_vocab_size
+        )
 
     def _rotary(self, position_ids: Tensor) -> RotaryTable | None:
         if self.config.position_embedding_type != "rope":

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.data.batches import GPTCollator
-from megatron.data.build import build_gpt_datasets
 from megatron.data.loader import MicrobatchLoader
 from megatron.data.sample_dataset import SampleDataset
 from megatron.data.samplers import CyclicOrder, SampleOrder, SequentialOrder
@@ -49,41 +47,6 @@ class Datasets:
 
 
 DatasetsProvider = Callable[[MegatronContext, Vocabulary, SampleCounts], Datasets]
-
-
-def gpt_datasets(context: MegatronContext, vocabulary: Vocabulary, counts: SampleCounts) -> Datasets:
-    """The datasets provider of `pretrain_gpt.py`."""
-    data, tokenizer = context.config.data, vocabulary.tokenizer
-    train, valid, test = build_gpt_datasets(
-        num_samples=(counts.train, counts.valid, counts.test),
-        seq_length=data.seq_length,
-        seed=context.config.training.seed,
-        vocab_size=vocabulary.size,
-        eod=tokenizer.eod,
-        data_path=data.data_path,
-        train_data_path=data.train_data_path,
-        valid_data_path=data.valid_data_path,
-        test_data_path=data.test_data_path,
-        split=data.split,
-        mock_data=data.mock_data,
-        data_cache_path=data.data_cache_path,
-        mid_level_dataset_surplus=data.mid_level_dataset_surplus,
-        mmap_bin_files=data.mmap_bin_files,
-    )
-    assert train is not None  # the configuration has refused a run with nothing to train on
-    return Datasets(
-        train=train,
-        valid=valid,
-        test=test,
-        collate=GPTCollator(
-            seq_length=data.seq_length,
-            eod=tokenizer.eod,
-            pad=tokenizer.pad,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
-        ),
-    )
 
 
 @dataclass(frozen=True)

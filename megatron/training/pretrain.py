@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from megatron.config.arguments import ExtraArgsProvider
 from megatron.core.collectives import barrier
-from megatron.model.flops import flops_per_batch
 from megatron.optimizer.build import build_optimizer
 from megatron.optimizer.param_scheduler import OnLoad, build_param_scheduler
 from megatron.training.checkpoints import load_run, open_checkpoint, progress_of
@@ -38,6 +37,7 @@ from megatron.training.setup import (
     build_vocabulary,
     check_parameter_count,
     describe,
+    flops_per_sample,
     plan_builder,
 )
 from megatron.training.timers import Timers
@@ -104,7 +104,7 @@ def build_run(
     vocabulary = build_vocabulary(config)
     layout = build_layout(config, vocabulary)
     chunks = build_chunks(context, layout, vocabulary, model_provider)
-    parameters = check_parameter_count(context, chunks, vocabulary)
+    parameters = check_parameter_count(context, chunks)
     if config.training.train_samples is None:
         assert config.training.train_iters is not None
         train_iters = config.training.train_iters
@@ -133,12 +133,7 @@ def build_run(
         plans=plan_builder(config, layout),
         loaders=loaders,
         train_iters=train_iters,
-        flops_per_sample=flops_per_batch(
-            config.model,
-            batch_size=1,
-            sequence_length=config.data.seq_length,
-            padded_vocab_size=vocabulary.padded_size,
-        ),
+        flops_per_sample=flops_per_sample(chunks[0].module, config.data.seq_length),
         timers=Timers(
             config.logging.timing_log_level,
             torch.cuda.synchronize if device.type == "cuda" else lambda: None,
@@ -146,7 +141,7 @@ def build_run(
         progress=progress,
     )
     if state.rank == 0:
-        print(describe(context, layout, vocabulary, parameters), flush=True)
+        print(describe(context, layout, vocabulary, chunks[0].module, parameters), flush=True)
     if checkpoint is not None:
         load_run(run, checkpoint)
     run.hooks = build_hooks(context)

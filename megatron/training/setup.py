@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -18,8 +19,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.schedule_plan import Plan, build_plan
 from megatron.core.shard import Init, Shard, has_shard, name_parameters, set_shard, whole_pieces
-from megatron.model.flops import built_parameter_count, parameter_count
-from megatron.model.gpt_model import GPTModel
+from megatron.model.flops import built_parameter_count
 from megatron.model.init import initialize_weights
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -60,19 +60,31 @@ def build_vocabulary(config: MegatronConfig) -> Vocabulary:
 ModelProvider = Callable[[MegatronContext, StageLayout, Vocabulary], nn.Module]
 
 
-def gpt_model(context: MegatronContext, stage: StageLayout, vocabulary: Vocabulary) -> GPTModel:
-    """The model provider of `pretrain_gpt.py`."""
-    config = context.config
-    return GPTModel(
-        config.model,
-        stage=stage,
-        vocab_size=vocabulary.size,
-        padded_vocab_size=vocabulary.padded_size,
-        tensor_group=context.state.tensor,
-        sequence_parallel=config.parallel.sequence_parallel,
-        dtype=config.optimizer.params_dtype,
-        device=context.device,
-    )
+# What a model may say of itself, besides being a module; GPTModel says all of it. Each is asked of one chunk.
+
+
+@runtime_checkable
+class HasLayersToCompile(Protocol):
+    """A model that `--torch-compile` can be used with."""
+
+    def layers_to_compile(self) -> Iterable[nn.Module]:
+        """The modules of this chunk that are compiled, each by itself."""
+
+
+@runtime_checkable
+class HasImpliedParameterCount(Protocol):
+    """A model that knows without being built how large it is, so that a lost layer is noticed."""
+
+    def implied_parameter_count(self) -> int | None:
+        """Parameters of the whole model, over all chunks and ranks; None: not known."""
+
+
+@runtime_checkable
+class HasFlopsPerSample(Protocol):
+    """A model whose throughput can be given in TFLOP/s."""
+
+    def flops_per_sample(self, sequence_length: int) -> float | None:
+        """Floating-point operations of forward and backward of the whole model over one sample; None: not known."""
 
 
 def build_chunks(
@@ -86,14 +98,21 @@ def build_chunks(
         _adopt_plain_parameters(module, context)
         initialize_weights(module, config.training.seed)
         if config.training.torch_compile:
-            if not isinstance(module, GPTModel):
-                raise ValueError(f"--torch-compile compiles the layers of GPTModel; {type(module).__name__} is none")
-            for layer in module.decoder.layers.values():
-                layer.compile()
+            _compile_layers(module)
         chunks.append(
             DistributedDataParallel(module, data_group=state.data_context, grad_dtype=config.optimizer.main_dtype)
         )
     return chunks
+
+
+def _compile_layers(module: nn.Module) -> None:
+    if not isinstance(module, HasLayersToCompile):
+        raise ValueError(
+            f"--torch-compile: {type(module).__name__} does not say which of its modules to compile; give it a method "
+            f"layers_to_compile() that returns them, or leave the flag out"
+        )
+    for layer in module.layers_to_compile():
+        layer.compile()
 
 
 def _adopt_plain_parameters(module: nn.Module, context: MegatronContext) -> None:
@@ -113,26 +132,30 @@ def _adopt_plain_parameters(module: nn.Module, context: MegatronContext) -> None
     name_parameters(module)
 
 
-def check_parameter_count(
-    context: MegatronContext, chunks: Sequence[DistributedDataParallel], vocabulary: Vocabulary
-) -> int:
-    """Parameters built over all ranks of one model; they must be those that the configuration implies.
+def implied_parameter_count(module: nn.Module) -> int | None:
+    return module.implied_parameter_count() if isinstance(module, HasImpliedParameterCount) else None
+
+
+def flops_per_sample(module: nn.Module, sequence_length: int) -> float | None:
+    return module.flops_per_sample(sequence_length) if isinstance(module, HasFlopsPerSample) else None
+
+
+def check_parameter_count(context: MegatronContext, chunks: Sequence[DistributedDataParallel]) -> int:
+    """Parameters built over all ranks of one model; they must be those that the model implies, if it implies any.
 
     Raises:
         RuntimeError: they differ: a layer was dropped or built twice.
     """
-    state = context.state
     mine = torch.tensor(
         built_parameter_count(chunk.module for chunk in chunks), dtype=torch.int64, device=context.device
     )
-    built = int(all_reduce(mine, state.model))
-    if all(isinstance(chunk.module, GPTModel) for chunk in chunks):
-        implied = parameter_count(context.config.model, vocabulary.size)
-        if built != implied:
-            raise RuntimeError(
-                f"the ranks have built {built:,} parameters, but the configuration implies {implied:,}: this is a bug "
-                f"in the layout of the layers over the stages; please report it with the output of --print-config"
-            )
+    built = int(all_reduce(mine, context.state.model))
+    implied = implied_parameter_count(chunks[0].module)
+    if implied is not None and built != implied:
+        raise RuntimeError(
+            f"the ranks have built {built:,} parameters, but the configuration implies {implied:,}: this is a bug "
+            f"in the layout of the layers over the stages; please report it with the output of --print-config"
+        )
     return built
 
 
@@ -172,7 +195,9 @@ def build_layout(config: MegatronConfig, vocabulary: Vocabulary) -> PipelineLayo
     return pipeline_layout(config.model, config.parallel, vocabulary.padded_size)
 
 
-def describe(context: MegatronContext, layout: PipelineLayout, vocabulary: Vocabulary, parameters: int) -> str:
+def describe(
+    context: MegatronContext, layout: PipelineLayout, vocabulary: Vocabulary, model: nn.Module, parameters: int
+) -> str:
     """What is about to be trained and how it is spread, in a few lines."""
     state: ParallelState = context.state
     config = context.config
@@ -185,5 +210,14 @@ def describe(context: MegatronContext, layout: PipelineLayout, vocabulary: Vocab
     ]
     if layout.num_stages > 1:
         lines.append(layout.describe())
-    lines += [f"note: {note}" for note in config.start_notes()]
+    lines += [f"note: {note}" for note in (*config.start_notes(), *_unknown_of(context, model))]
     return "\n".join(lines)
+
+
+def _unknown_of(context: MegatronContext, model: nn.Module) -> Iterator[str]:
+    """What is left out as the model does not say what it needs."""
+    name = type(model).__name__
+    if implied_parameter_count(model) is None:
+        yield f"{name} gives no implied_parameter_count(): the number of parameters is not checked"
+    if context.config.logging.log_throughput and flops_per_sample(model, context.config.data.seq_length) is None:
+        yield f"{name} gives no flops_per_sample(): no TFLOP/s is logged"

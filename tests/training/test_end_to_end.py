@@ -116,7 +116,8 @@ def test_a_users_own_script_with_own_data_model_loss_and_arguments(tmp_path: Pat
         *("--lr", "5e-2", "--lr-decay-style", "constant", "--weight-decay", "0", "--eval-iters", "1"),
         *("--log-json", "losses.json", "--save", "saved"),
     ]
-    output_of(torchrun(tmp_path, arguments, MINE, *standalone(2)))
+    said = output_of(torchrun(tmp_path, arguments, MINE, *standalone(2)))
+    assert "TFLOP/s/GPU" not in said, "the operations of a GPT are not those of this model"
     rows = rows_of(tmp_path / "losses.json")
     assert rows[59]["series loss"] < 0.05 < 2 < rows[0]["series loss"]
     assert rows[60].keys() == {"iteration", "series loss validation"}

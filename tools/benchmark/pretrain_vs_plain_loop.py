@@ -34,11 +34,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.parallel_state import destroy_model_parallel
 from megatron.data.batches import GPTBatch
-from megatron.training.data_loaders import gpt_datasets
+from megatron.training.gpt import gpt_datasets, gpt_model
 from megatron.training.initialize import initialize_megatron
 from megatron.training.pretrain import build_run
 from megatron.training.run import Run
-from megatron.training.setup import gpt_model
 from megatron.training.train_step import train_step
 
 ENTRY_POINT = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"

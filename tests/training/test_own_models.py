@@ -1,0 +1,108 @@
+"""What is asked of a model: nothing but to be a module, and what it may say of itself besides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from megatron.config.arguments import parse_arguments
+from megatron.training.hooks import Hook
+from megatron.training.metrics import StepReport
+from megatron.training.pretrain import build_run, train
+from megatron.training.run import Run
+from tests.helpers.tiny import context_of_rank
+from tests.training.pretrain_mine import MyModel, my_arguments, my_datasets, my_forward_step
+
+ARGUMENTS = [
+    *("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "1", "--seq-length", "8"),
+    *("--max-position-embeddings", "8", "--micro-batch-size", "4", "--global-batch-size", "8", "--train-iters", "1"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "11", "--mock-data", "--eval-iters", "0", "--lr", "1e-2"),
+    *("--num-workers", "0", "--log-interval", "1"),
+]
+BUILT = 11 * 16 + (16 * 16 + 16) + (11 * 16 + 11)
+
+
+class ToldModel(MyModel):
+    """A model that says all of itself."""
+
+    parameters_implied: int | None = BUILT
+
+    def layers_to_compile(self) -> Iterable[nn.Module]:
+        return [self.hidden]
+
+    def implied_parameter_count(self) -> int | None:
+        return self.parameters_implied
+
+    def flops_per_sample(self, sequence_length: int) -> float | None:
+        return 1e12 * sequence_length
+
+
+class LosingModel(ToldModel):
+    parameters_implied = BUILT + 1
+
+
+class UncertainModel(ToldModel):
+    parameters_implied = None
+
+
+def run_of(model: type[MyModel], *arguments: str) -> Run:
+    config, extra = parse_arguments(ARGUMENTS + list(arguments), world_size=1, extra_args_provider=my_arguments)
+    context = context_of_rank(config, 0, 1)
+    vars(context.extra).update(vars(extra))
+    return build_run(
+        context, my_datasets, lambda context, stage, vocabulary: model(vocabulary.size, 16), my_forward_step
+    )
+
+
+def test_a_plain_module_trains_and_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = run_of(MyModel, "--tensorboard-dir", str(tmp_path))
+    train(run)
+    said = capsys.readouterr().out
+    assert f"{BUILT:,} parameters" in said
+    assert "note: MyModel gives no implied_parameter_count(): the number of parameters is not checked" in said
+    assert "note: MyModel gives no flops_per_sample(): no TFLOP/s is logged" in said
+    assert "consumed samples:" in said
+    assert "TFLOP/s/GPU" not in said
+
+
+def test_a_model_that_knows_its_operations_has_a_throughput(capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(ToldModel)
+    reports: list[StepReport] = []
+
+    class Keep(Hook):
+        def after_step(self, run: Run, report: StepReport) -> None:
+            reports.append(report)
+
+    run.hooks = [Keep(), *run.hooks]
+    train(run)
+    said = capsys.readouterr().out
+    assert "note: ToldModel" not in said
+    assert "TFLOP/s/GPU" in said
+    assert run.teraflops_per_second(8, reports[0].seconds) == pytest.approx(8 * 8 / reports[0].seconds)
+
+
+def test_parameters_that_were_lost_are_noticed() -> None:
+    with pytest.raises(RuntimeError, match=f"built {BUILT:,} parameters, but the configuration implies {BUILT + 1:,}"):
+        run_of(LosingModel)
+
+
+def test_a_model_may_say_that_it_does_not_know_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    run_of(UncertainModel)
+    assert "note: UncertainModel gives no implied_parameter_count()" in capsys.readouterr().out
+
+
+def test_a_model_that_names_no_layers_is_not_compiled() -> None:
+    with pytest.raises(ValueError, match=r"--torch-compile: MyModel does not say .* method layers_to_compile\(\)"):
+        run_of(MyModel, "--torch-compile")
+
+
+def test_the_layers_that_a_model_names_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
+    run = run_of(ToldModel, "--torch-compile")
+    model = run.chunks[0].module
+    assert isinstance(model, ToldModel)
+    assert compiled == [model.hidden]
