@@ -92,11 +92,6 @@ class MegatronConfig:
             return self.training.global_batch_size
         return self.training.micro_batch_size * self.data_parallel_size(world_size)
 
-    def num_microbatches(self, world_size: int | None = None) -> int:
-        """Micro-batches of one replica in one step, after any ramp-up."""
-        replica_batch = self.training.micro_batch_size * self.data_parallel_size(world_size)
-        return self.global_batch_size(world_size) // replica_batch
-
     def train_samples(self, world_size: int | None = None) -> int:
         """Samples of the whole run."""
         if self.training.train_samples is not None:
@@ -243,10 +238,6 @@ class MegatronConfig:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> MegatronConfig:
-        return cls.from_dict(json.loads(text))
 
 
 def difference(saved: MegatronConfig, present: MegatronConfig) -> list[Difference]:

@@ -73,13 +73,6 @@ class PipelineLayout:
         """All chunks, from the embedding to the output."""
         return tuple(stage[v] for v in range(self.num_chunks) for stage in self.chunks)
 
-    def as_string(self) -> str:
-        """The layout as `--pipeline-model-parallel-layout` takes it."""
-        return "|".join(
-            "E" * chunk.has_embedding + "t" * len(chunk.layers) + "L" * chunk.has_output
-            for chunk in self.in_model_order
-        )
-
     def describe(self) -> str:
         """A table of what each stage holds and what it costs."""
         rows = [("stage", "chunk", "layers", "besides", "cost")]

@@ -86,12 +86,6 @@ def all_to_all(tensor: Tensor, group: CommGroup, *, split_dim: int, concat_dim: 
     return torch.cat(receive.unbind(), dim=concat_dim)
 
 
-def broadcast_(tensor: Tensor, group: CommGroup, source: int) -> None:
-    """Overwrite `tensor` on every rank with the one of rank `source` (counted within the group)."""
-    if group.size > 1:
-        dist.broadcast(tensor, src=group.ranks[source], group=group.process_group)
-
-
 def barrier(group: CommGroup) -> None:
     """Wait until each rank of the group is here."""
     if group.size > 1:

@@ -43,13 +43,3 @@ class CommGroup:
     @property
     def is_last(self) -> bool:
         return self.rank == self.size - 1
-
-    @property
-    def next_rank(self) -> int:
-        """Global rank of the member after this one; the first follows the last."""
-        return self.ranks[(self.rank + 1) % self.size]
-
-    @property
-    def previous_rank(self) -> int:
-        """Global rank of the member before this one; the last precedes the first."""
-        return self.ranks[(self.rank - 1) % self.size]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Literal, cast
 
 from torch import Tensor, nn
@@ -81,10 +80,6 @@ class Shard:
     partial_gradient: bool = False
     tied: bool = False
     owned: bool = True
-
-    @property
-    def global_numel(self) -> int:
-        return prod(self.global_shape)
 
     @property
     def split_dim(self) -> int:

@@ -35,7 +35,6 @@ class SGD:
             direction = step.state["momentum"].mul_(self.momentum).add_(step.gradient)
         else:
             direction = step.gradient
-        for run, parameter, part in zip(step.runs, parameters, direction.split_with_sizes(sizes)):
-            parameter.add_(part, alpha=-step.lr * run.lr_multiplier)
+        step.parameter.add_(direction, alpha=-step.lr)
         if step.low_precision is not None:
             step.low_precision.copy_(step.parameter)

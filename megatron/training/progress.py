@@ -14,8 +14,6 @@ class Progress:
     Attributes:
         iteration: iterations done, skipped ones included.
         consumed_train_samples, consumed_valid_samples: the position in the data.
-        skipped_iterations: iterations whose update was not applied.
-        floating_point_operations: spent so far by the formula of the throughput report.
         train_blocks: the numbers of samples that were requested of the training data: one at the start, and one more
             for each resume that asked for more. The order of the data depends on them.
     """
@@ -23,8 +21,6 @@ class Progress:
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
-    skipped_iterations: int = 0
-    floating_point_operations: float = 0.0
     train_blocks: list[int] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import re
 import shlex
 import subprocess
@@ -340,5 +341,5 @@ def test_whatever_the_values_the_answer_is_a_configuration_or_all_its_problems(
     with contextlib.suppress(ConfigError):
         config, _ = parse_arguments([*command_line(), *line], world_size=world_size, say=lambda text: None)
     if config is not None:
-        assert MegatronConfig.from_json(config.to_json()) == config
+        assert MegatronConfig.from_dict(json.loads(config.to_json())) == config
         assert config.problems() == []

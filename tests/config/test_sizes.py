@@ -50,29 +50,25 @@ def test_the_ramps_that_megatron_lm_runs_are_accepted_and_the_one_on_which_it_fa
         config = parse(line, without="--train-iters", world_size=world_size)
         rows = table["rows"]
         assert isinstance(rows, list)
-        assert config.num_microbatches() == max(row[4] for row in rows)
+        assert config.global_batch_size() == max(row[2] for row in rows)
 
 
 @pytest.mark.parametrize(
-    "line, world_size, replicas, microbatches",
+    "line, world_size, replicas",
     [
-        ("", 1, 1, 8),
-        ("", 4, 4, 2),
-        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 8, 2, 4),
+        ("", 1, 1),
+        ("", 4, 4),
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 8, 2),
     ],
 )
-def test_replicas_and_micro_batches_follow_from_the_number_of_processes(
-    parse: Parse, line: str, world_size: int, replicas: int, microbatches: int
-) -> None:
+def test_replicas_follow_from_the_number_of_processes(parse: Parse, line: str, world_size: int, replicas: int) -> None:
     config = parse(line, world_size=world_size)
     assert config.data_parallel_size() == replicas
-    assert config.num_microbatches() == microbatches
 
 
 def test_the_global_batch_is_one_micro_batch_a_replica_when_not_given(parse: Parse) -> None:
     config = parse("", without="--global-batch-size", world_size=4)
     assert config.global_batch_size() == 8
-    assert config.num_microbatches() == 1
     assert config.train_samples() == 800
 
 

@@ -14,7 +14,7 @@ from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_
 RUNS = (
     HyperRun(length=192),
     HyperRun(length=64, weight_decay_multiplier=0.0),
-    HyperRun(length=128, lr_multiplier=0.25),
+    HyperRun(length=128, weight_decay_multiplier=0.25),
     HyperRun(length=640),
 )
 HYPER = AdamHyperParameters(step=3, lr=0.01, weight_decay=0.1, beta1=0.9, beta2=0.99, eps=1e-6, gradient_scale=3.7)

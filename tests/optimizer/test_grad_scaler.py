@@ -14,7 +14,9 @@ CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "tables" / "loss_sc
 
 
 def scaler_of(arguments: dict[str, Any]) -> DynamicGradScaler:
-    return DynamicGradScaler(**{**arguments, "growth_interval": int(arguments["growth_interval"])})
+    assert (arguments["growth_factor"], arguments["backoff_factor"]) == (2.0, 0.5)
+    names = ("initial_scale", "min_scale", "growth_interval", "hysteresis")
+    return DynamicGradScaler(**{name: arguments[name] for name in names})
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"hysteresis{case['arguments']['hysteresis']}")

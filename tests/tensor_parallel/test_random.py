@@ -406,24 +406,18 @@ def test_tensor_ranks_differ_in_the_model_parallel_state_and_agree_in_the_other(
     assert_bitwise(*drawn["data-parallel-rng"])
 
 
-def test_states_can_be_saved_and_restored_and_an_error_inside_a_fork_restores_too() -> None:
+def test_an_error_inside_a_fork_restores_too() -> None:
     tracker = RngStateTracker(CPU)
     tracker.add("dropout", 3)
-    saved = tracker.get_states()
-    with tracker.fork("dropout"):
-        expected = torch.rand(4)
-    tracker.set_states(saved)
     before = torch.get_rng_state()
-    actual = torch.empty(4)
 
     def draw_and_fail() -> None:
         with tracker.fork("dropout"):
-            actual.copy_(torch.rand(4))
+            torch.rand(4)
             raise RuntimeError("inside")
 
     with pytest.raises(RuntimeError, match="inside"):
         draw_and_fail()
-    assert_bitwise(actual, expected)
     assert_bitwise(torch.get_rng_state(), before)
 
 

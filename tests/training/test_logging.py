@@ -146,7 +146,6 @@ def test_throughput_is_flops_by_seconds_and_ranks(tmp_path: Path) -> None:
     per_token = 4 * (48 * 96 * 2 + 48 * 3 * 96 + 96 * 48) + 48 * 256
     flops = 6 * 8 * 24 * per_token + 6 * 8 * 24**2 * 4 * 96
     assert run.flops_per_sample * 8 == flops
-    assert run.progress.floating_point_operations == flops
     assert run.teraflops_per_second(8, step.seconds) == pytest.approx(flops / step.seconds / 1e12)
     assert points(tmp_path)["throughput"] == pytest.approx([run.teraflops_per_second(8, step.seconds)])
 

@@ -199,7 +199,7 @@ def test_finetune_takes_the_weights_alone(tmp_path: Path) -> None:
     run, _ = build("--load", str(tmp_path / "saved"), "--finetune", *new_data, "--train-iters", "5", "--lr", "1e-3")
     assert run.progress.iteration == run.progress.consumed_train_samples == 0
     assert run.progress.train_blocks == [40]
-    assert run.scheduler.num_steps == run.optimizer.num_updates == 0
+    assert run.scheduler.num_steps == run.optimizer.state_dict()["num_updates"] == 0
     for name, tensor in state_of(run).items():
         if name.startswith("model."):
             assert_bitwise(tensor, state_of(saved)[name], name)
@@ -213,7 +213,7 @@ def test_no_load_optim_goes_on_in_data_and_learning_rate_with_a_fresh_optimizer(
     assert run.progress == saved.progress
     assert run.scheduler.num_steps == 24
     assert run.scheduler.lr == recorder.steps[-1].next_learning_rate
-    assert run.optimizer.num_updates == 0
+    assert run.optimizer.state_dict()["num_updates"] == 0
     assert not any(tensor.any() for name, tensor in state_of(run).items() if name.startswith("optimizer."))
 
 

@@ -18,7 +18,6 @@ from megatron.core.shard import Init, Piece, Shard, even_pieces, set_shard, whol
 from megatron.core.tensor_parallel.async_linear import main_grad_if_any, parallel_linear
 from megatron.core.tensor_parallel.mappings import (
     apply_eagerly,
-    gather_from_tensor_parallel_region,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -49,7 +48,6 @@ class ColumnParallelLinear(nn.Module):
         in_features, out_features: size of the global A.
         sequence_parallel: the input is [s/t, b, in] and is gathered.
         padded_out_features: rows in all; those from `out_features` on are padding that we add, in no piece.
-        gather_output: return the whole Y on each rank.
         pieces: which rows this rank holds, when not an even part: grouped K/V heads, stacked gate and up.
     """
 
@@ -65,12 +63,11 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str | None = None,
         padded_out_features: int | None = None,
-        gather_output: bool = False,
         pieces: tuple[Piece, ...] | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.group, self.sequence_parallel, self.gather_output = group, sequence_parallel, gather_output
+        self.group, self.sequence_parallel = group, sequence_parallel
         if pieces is None:
             padded = out_features if padded_out_features is None else padded_out_features
             _check_divisible("output size of a column-parallel layer", padded, group)
@@ -92,8 +89,8 @@ class ColumnParallelLinear(nn.Module):
             self.bias = _parameter(self.local_out_features, dtype=dtype, device=device, shard=shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, in], or [s/t, b, in] with sequence parallelism -> [s, b, out/t], or [s, b, out] gathered."""
-        output = parallel_linear(
+        """[s, b, in], or [s/t, b, in] with sequence parallelism -> [s, b, out/t]."""
+        return parallel_linear(
             x,
             self.weight,
             self.bias,
@@ -101,7 +98,6 @@ class ColumnParallelLinear(nn.Module):
             sequence_parallel=self.sequence_parallel,
             input_gradient_reduce=not self.sequence_parallel,
         )  # [s, b, out/t]
-        return gather_from_tensor_parallel_region(output, self.group) if self.gather_output else output
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, local_out={self.local_out_features}"

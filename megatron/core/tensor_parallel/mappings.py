@@ -2,8 +2,8 @@
 
 Tensor parallelism splits the last dimension (Shoeybi et al. 2019, section 3); sequence parallelism splits
 dimension 0, the sequence, outside the tensor-parallel regions (Korthikanti et al. 2022, section 4). A
-function returns a new tensor and never writes into its input; over a group of one rank it returns the input
-itself.
+function returns a new tensor and never writes into its input; over a group of one rank it returns the input itself. The
+layers of this package use some of them; the whole set is there for layers of users.
 """
 
 from __future__ import annotations

@@ -289,14 +289,6 @@ class RngStateTracker:
             self._states[name] = self._get()
             self._set(present)
 
-    def get_states(self) -> dict[str, Tensor]:
-        """A copy of all states, for a checkpoint."""
-        return {name: state.clone() for name, state in self._states.items()}
-
-    def set_states(self, states: dict[str, Tensor]) -> None:
-        """Replace all states by those of `get_states`."""
-        self._states = {name: state.clone() for name, state in states.items()}
-
     def _generator(self) -> torch.Generator:
         if self.device.type == "cpu":
             return torch.default_generator
