@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 def _sentencepiece(config: "TokenizerConfig") -> Tokenizer:
-    # The three names differ in Megatron-LM's past (one added <CLS>, <SEP>, <EOD> and <MASK>); a model is what
-    # it is.
+    # The three names differ in Megatron-LM's past (one added <CLS>, <SEP>, <EOD> and <MASK>); a model is what it is.
     return SentencePieceTokenizer(config.tokenizer_model, name=str(config.tokenizer_type))
 
 
@@ -61,8 +60,7 @@ def build_tokenizer(config: "TokenizerConfig") -> Tokenizer:
     tokenizer = builder(config)
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
         raise ValueError(
-            f"--vocab-size {config.vocab_size} contradicts --tokenizer-type {tokenizer.name}, whose files "
-            "have "
+            f"--vocab-size {config.vocab_size} contradicts --tokenizer-type {tokenizer.name}, whose files have "
             f"{tokenizer.vocab_size} ids; leave --vocab-size out, or make the model's vocabulary larger with "
             "--padded-vocab-size"
         )

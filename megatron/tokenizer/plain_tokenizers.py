@@ -37,14 +37,10 @@ class NullTokenizer:
             )
         self.vocab_size = vocab_size
         self.eod = eod
-        self.bos: int | None = None
         self.pad = pad_id if pad_id >= 0 else None
 
     def encode(self, text: str) -> list[int]:
         return [self._id(word) for word in text.split()]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(token)) for token in ids)
@@ -67,14 +63,10 @@ class ByteTokenizer:
     name = "ByteTokenizer"
     vocab_size = 257
     eod = 256
-    bos: int | None = None
     pad: int | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(check_text(text).encode())
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         wrong = [int(token) for token in ids if not 0 <= token <= self.eod]

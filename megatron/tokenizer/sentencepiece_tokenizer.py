@@ -41,7 +41,6 @@ class SentencePieceTokenizer:
             ) from None
         self.name = name
         self.vocab_size = int(self._processor.vocab_size())
-        self.bos = _known(self._processor.bos_id())
         self.pad = _known(self._processor.pad_id())
         self.eod = self._find_eod(model_file)
         self._literal_space_ids = self._find_literal_space_ids()
@@ -57,9 +56,6 @@ class SentencePieceTokenizer:
                 ids.extend(self._literal_space_ids)
             ids.extend(self._processor.encode(part))
         return ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._processor.decode([int(token) for token in ids]))

@@ -31,10 +31,6 @@ class Tokenizer(Protocol):
         """
 
     @property
-    def bos(self) -> int | None:
-        """Id that begins a sequence, None when the vocabulary has none."""
-
-    @property
     def pad(self) -> int | None:
         """Id of padding, None when the vocabulary has none."""
 
@@ -44,9 +40,6 @@ class Tokenizer(Protocol):
         Raises:
             ValueError: `text` holds a lone surrogate, which no tokenizer can keep.
         """
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
@@ -93,8 +86,7 @@ def check_text(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"character {error.start} of the text is the lone surrogate U+{ord(text[error.start]):04X}, "
-            "which is not a "
-            "Unicode character; repair the text where it was made"
+            f"character {error.start} of the text is the lone surrogate U+{ord(text[error.start]):04X}, which is not "
+            "a Unicode character; repair the text where it was made"
         ) from None
     return text

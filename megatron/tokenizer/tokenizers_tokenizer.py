@@ -24,7 +24,7 @@ class TokenizersTokenizer:
 
     Args:
         backend: the library's tokenizer; changed in place.
-        special: which token is "eos", "bos", "pad"; a token not in the vocabulary is an error.
+        special: which token is "eos", "pad"; a token not in the vocabulary is an error.
         eod_error: why there is no EOD, when `special` has no "eos".
         source: where it came from, for messages: flag and path.
     """
@@ -48,7 +48,6 @@ class TokenizersTokenizer:
         ids = {role: self._require(token, role, source) for role, token in special.items()}
         self._eod = ids.get("eos")
         self._eod_error = eod_error
-        self.bos = ids.get("bos")
         self.pad = ids.get("pad")
         self._fingerprint = fingerprint
 
@@ -61,9 +60,6 @@ class TokenizersTokenizer:
     def encode(self, text: str) -> list[int]:
         # The batch call of one text gives the ids of `encode` without its character offsets, a third faster.
         return list(self._backend.encode_batch_fast([check_text(text)])[0].ids)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode([int(token) for token in ids], skip_special_tokens=False))
@@ -79,11 +75,11 @@ class TokenizersTokenizer:
 
 
 def gpt2_bpe_tokenizer(vocab_file: str | Path | None, merge_file: str | Path | None) -> TokenizersTokenizer:
-    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`; <|endoftext|> is BOS and EOD.
+    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`; <|endoftext|> is EOD.
 
     Raises:
         ValueError: a file is missing or malformed, <|endoftext|> or one of the 256 byte symbols is not in the
-        vocabulary.
+            vocabulary.
     """
     name = "GPT2BPETokenizer"
     vocab = read_tokenizer_file(
@@ -100,23 +96,22 @@ def gpt2_bpe_tokenizer(vocab_file: str | Path | None, merge_file: str | Path | N
     backend.decoder = ByteLevelDecoder()
     if backend.token_to_id(GPT2_END_OF_TEXT) is None:
         raise ValueError(
-            f"--vocab-file {vocab_file} has no {GPT2_END_OF_TEXT}, which ends a document; add it to the "
-            "vocabulary, or "
-            "describe the tokenizer in a tokenizer.json and use --tokenizer-type HuggingFaceTokenizer"
+            f"--vocab-file {vocab_file} has no {GPT2_END_OF_TEXT}, which ends a document; add it to the vocabulary, "
+            "or describe the tokenizer in a tokenizer.json and use --tokenizer-type HuggingFaceTokenizer"
         )
     # The model has no unknown token: a byte without a symbol would vanish from the text without a word.
     missing = sorted(symbol for symbol in ByteLevel.alphabet() if backend.token_to_id(symbol) is None)
     if missing:
         raise ValueError(
             f"--vocab-file {vocab_file} lacks {len(missing)} of the 256 byte symbols "
-            f"({' '.join(missing[:8])} ...): text "
-            "with those bytes would be lost; use the vocabulary of a byte-level BPE"
+            f"({' '.join(missing[:8])} ...): text with those bytes would be lost; use the vocabulary of a "
+            "byte-level BPE"
         )
     backend.add_special_tokens([GPT2_END_OF_TEXT])
     return TokenizersTokenizer(
         backend,
         name=name,
-        special={"eos": GPT2_END_OF_TEXT, "bos": GPT2_END_OF_TEXT},
+        special={"eos": GPT2_END_OF_TEXT},
         eod_error="",
         source=source,
         fingerprint=digest("gpt2-bpe", vocab, merges),
@@ -140,8 +135,7 @@ def huggingface_tokenizer(path: str | Path | None) -> TokenizersTokenizer:
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file() and Path(path).is_dir():
         raise ValueError(
-            f"--tokenizer-model {path} holds no tokenizer.json. A folder with vocab.json and merges.txt is "
-            "read by "
+            f"--tokenizer-model {path} holds no tokenizer.json. A folder with vocab.json and merges.txt is read by "
             "--tokenizer-type GPT2BPETokenizer --vocab-file ... --merge-file ..., one with a .model file by "
             "--tokenizer-type SentencePieceTokenizer --tokenizer-model ..."
         )
@@ -186,8 +180,7 @@ def _declared_special_tokens(folder: Path, files: Mapping[str, bytes]) -> dict[s
             declared = json.loads(files[name])
         except ValueError as error:
             raise ValueError(f"--tokenizer-model: {folder / name} is not JSON ({error})") from None
-        for role in ("eos", "bos", "pad"):
-            # Each is independent of the others: GPT-2's bos and eos are the same token.
+        for role in ("eos", "pad"):
             token = declared.get(f"{role}_token") if isinstance(declared, dict) else None
             if isinstance(token, dict):
                 token = token.get("content")

@@ -16,7 +16,7 @@ def test_bytes_give_back_every_text(text: str) -> None:
 def test_bytes_end_a_document_with_an_id_of_its_own() -> None:
     tokenizer = ByteTokenizer()
     assert tokenizer.encode("aé\0") == [97, 195, 169, 0]
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos, tokenizer.pad) == (257, 256, None, None)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (257, 256, None)
     assert tokenizer.decode([97, 256, 98]) == "ab"
 
 
@@ -38,7 +38,7 @@ def test_null_reads_ids_and_writes_them(ids: list[int]) -> None:
 @pytest.mark.parametrize(("eod_id", "expected"), [(None, 511), (0, 0), (511, 511)])
 def test_null_has_vocab_size_entries_and_ends_documents_with_the_last(eod_id: int | None, expected: int) -> None:
     tokenizer = NullTokenizer(512, eod_id=eod_id)
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos, tokenizer.pad) == (512, expected, None, None)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (512, expected, None)
 
 
 def test_null_pads_with_the_id_it_is_told() -> None:

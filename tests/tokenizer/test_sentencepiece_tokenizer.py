@@ -42,7 +42,7 @@ def lossless(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer
 
 def test_a_llama_model_has_its_own_ids_and_no_token_more() -> None:
     tokenizer = SentencePieceTokenizer(mistral_model(), name="Llama2Tokenizer")
-    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod, tokenizer.pad) == (32000, 1, 2, None)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (32000, 2, None)
     assert tokenizer.encode("Hello world, 你好 😀") == [22557, 1526, 28725, 28705, 29383, 29530, 28705, 30575]
 
 
@@ -50,14 +50,12 @@ def test_encoding_adds_neither_bos_nor_eod() -> None:
     tokenizer = SentencePieceTokenizer(BOTCHAN_MODEL)
     assert tokenizer.encode("Hello world") == [285, 35, 934, 178, 54]
     assert tokenizer.encode("") == []
-    assert tokenizer.encode_batch(["Hello world", ""]) == [[285, 35, 934, 178, 54], []]
 
 
 def test_an_end_of_document_piece_that_is_not_the_eos_is_found_by_name(tmp_path: Path) -> None:
     model = train(tmp_path / "m.model", vocab_size=40, eos_id=-1, bos_id=-1, control_symbols=["<|endoftext|>"])
     tokenizer = SentencePieceTokenizer(model)
     assert tokenizer.eod == 1  # after <unk>
-    assert tokenizer.bos is None
 
 
 def test_a_model_without_an_end_of_document_is_refused(tmp_path: Path) -> None:
@@ -75,7 +73,7 @@ def test_a_piece_that_merely_is_the_unknown_one_is_not_taken_for_the_end(tmp_pat
 
 def test_a_pad_piece_is_known(tmp_path: Path) -> None:
     tokenizer = SentencePieceTokenizer(train(tmp_path / "m.model", vocab_size=40, pad_id=3))
-    assert (tokenizer.pad, tokenizer.bos, tokenizer.eod) == (3, 1, 2)
+    assert (tokenizer.pad, tokenizer.eod) == (3, 2)
 
 
 @given(st.text())

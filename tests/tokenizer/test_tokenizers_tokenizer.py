@@ -53,7 +53,7 @@ def test_gpt2_gives_the_published_ids(gpt2: TokenizersTokenizer) -> None:
 
 
 def test_gpt2_has_one_token_for_bos_and_eod(gpt2: TokenizersTokenizer) -> None:
-    assert (gpt2.bos, gpt2.eod, gpt2.pad) == (50256, 50256, None)
+    assert (gpt2.eod, gpt2.pad) == (50256, None)
 
 
 def test_a_literal_special_token_becomes_its_id(gpt2: TokenizersTokenizer) -> None:
@@ -73,7 +73,7 @@ def test_a_lone_surrogate_is_refused_in_words(gpt2: TokenizersTokenizer) -> None
 
 def test_the_end_of_document_is_looked_up_wherever_it_stands(tmp_path: Path) -> None:
     tokenizer = gpt2_bpe_tokenizer(*write_bpe(tmp_path, ["<|endoftext|>", *BYTE_SYMBOLS]))
-    assert (tokenizer.eod, tokenizer.bos, tokenizer.vocab_size) == (0, 0, 257)
+    assert (tokenizer.eod, tokenizer.vocab_size) == (0, 257)
 
 
 def test_a_vocabulary_without_an_end_of_document_is_refused(tmp_path: Path) -> None:
@@ -118,14 +118,14 @@ def test_the_special_tokens_of_a_folder_are_its_own(tmp_path: Path, as_object: b
         tokenizer_config={"bos_token": token("<s>"), "eos_token": token("</s>"), "pad_token": token("<pad>")},
     )
     tokenizer = huggingface_tokenizer(folder)
-    assert (tokenizer.bos, tokenizer.eod, tokenizer.pad) == (1, 2, 3)
+    assert (tokenizer.eod, tokenizer.pad) == (2, 3)
     assert tokenizer.encode("hello world") == [4, 0]
 
 
-def test_equal_bos_and_eos_are_both_known(tmp_path: Path) -> None:
+def test_an_end_token_may_also_begin_a_sequence(tmp_path: Path) -> None:
     special = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
     tokenizer = huggingface_tokenizer(write_words(tmp_path, "<unk>", "<|endoftext|>", special_tokens_map=special))
-    assert (tokenizer.bos, tokenizer.eod) == (1, 1)
+    assert tokenizer.eod == 1
 
 
 def test_tokenizer_config_has_the_last_word(tmp_path: Path) -> None:
@@ -142,7 +142,6 @@ def test_a_bare_file_with_one_usual_end_token_needs_no_word(tmp_path: Path) -> N
     folder = write_words(tmp_path, "<unk>", "hello", "</s>")
     tokenizer = huggingface_tokenizer(folder / "tokenizer.json")
     assert tokenizer.eod == 2
-    assert tokenizer.bos is None
 
 
 @pytest.mark.parametrize(
