@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.comm_group import CommGroup
@@ -23,6 +21,7 @@ from megatron.optimizer.clip_grads import exact_sum_of_squares, sum_of_squares
 from megatron.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.optimizer.optimizer import MegatronOptimizer
 from megatron.optimizer.sgd import SGD
+from tests.helpers.dtypes import DtypesSeen
 from tests.helpers.numerics import assert_bitwise, assert_parity
 from tests.optimizer.toy import data_parallel, loss_sum, optimizer_of, toy_batch, toy_model
 
@@ -181,27 +180,12 @@ def test_a_model_that_is_all_frozen_has_a_norm_of_zero() -> None:
     assert (report.grad_norm, report.num_zeros) == (0.0, 0)
 
 
-class DtypesSeen(TorchDispatchMode):
-    """Records the dtype of every tensor that an operation reads or makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, Tensor):
-                self.dtypes.add(leaf.dtype)
-        return result
-
-
 @pytest.mark.parametrize("rule", ["adam", "sgd"])
 def test_float64_training_makes_no_tensor_of_another_floating_point_type(rule: str) -> None:
     model = toy_model(torch.float64)
     config = OptimizerConfig(lr=0.01, precision="fp64", optimizer=rule, clip_grad=0.1)
     single = CommGroup.single()
-    with DtypesSeen() as seen:
+    with DtypesSeen(torch.float64) as seen:
         chunk = DistributedDataParallel(model, data_group=single, grad_dtype=config.main_dtype)
         optimizer = build_optimizer([chunk], config, model_group=single, count_zeros=True)
         tokens, targets = toy_batch(0)
@@ -211,8 +195,8 @@ def test_float64_training_makes_no_tensor_of_another_floating_point_type(rule: s
             finalize_model_grads([chunk], tensor=single, embedding=None, data=single)
             optimizer.set_schedule(0.01, 0.1)
             assert optimizer.step().applied
-    assert torch.float64 in seen.dtypes
-    assert {dtype for dtype in seen.dtypes if dtype.is_floating_point} == {torch.float64}
+    assert seen.expected
+    assert not seen.others
 
 
 def trained(model: nn.Module, steps: range, saved: tuple[dict[str, Any], dict[str, Tensor]] | None = None) -> Any:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.data.batches import GPTBatch
@@ -19,6 +17,8 @@ from megatron.model.rotary import RotaryTable, rotary_table
 from megatron.training.pretrain import train
 from megatron.training.train_step import train_step
 from pretrain_gpt import forward_step
+from tests.helpers.distributed import run_distributed
+from tests.helpers.dtypes import DtypesSeen
 from tests.helpers.launch import TINY_GPT, launch
 from tests.helpers.numerics import assert_bitwise
 from tests.training.runs import build, trained
@@ -27,21 +27,35 @@ from tests.training.test_train_step import state_of
 # ---- fp64 ----
 
 
-class DtypesSeen(TorchDispatchMode):
-    """Counts the operations that give a float32 or lower tensor."""
+def numbers_below_fp64(rank: int, world_size: int, *flags: str) -> dict[str, int]:
+    """The operations on numbers of less than 64 bits in two iterations of a rank, those of rotary angles left out."""
+    run, recorder = build(
+        *("--fp64", "--train-iters", "2", "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--log-params-norm"),
+        *("--eval-iters", "1", "--eval-interval", "1", "--log-num-zeros-in-grad"),
+        *flags,
+        rank=rank,
+        world_size=world_size,
+    )
+    seen = DtypesSeen(torch.float64)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.low: Counter[str] = Counter()
+    def table_of(*arguments: Any) -> RotaryTable:
+        with seen.allowing():  # angles are float32 in every precision
+            table = rotary_table(*arguments)
+        assert table.cos.dtype == table.sin.dtype == torch.float64
+        return table
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64:
-                self.low[f"{func} -> {tensor.dtype} {tuple(tensor.shape)}"] += 1
-        return result
+    with seen, patch.object(gpt_model, "rotary_table", table_of):
+        train(run)
+    assert len(recorder.steps) == 2
+    assert seen.expected
+    assert bool(seen.allowed) == (run.config.model.position_embedding_type == "rope")
+    return dict(seen.others)
 
 
+FOUR_RANKS = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2")
+
+
+@pytest.mark.parametrize("ranks, layout", [(1, ()), (4, FOUR_RANKS)], ids=["one-rank", "tp2-sp-pp2"])
 @pytest.mark.parametrize(
     "flags",
     [
@@ -51,30 +65,16 @@ class DtypesSeen(TorchDispatchMode):
     ],
     ids=["gpt", "llama", "alibi"],
 )
-def test_a_step_in_fp64_makes_no_tensor_of_less(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout, norms, losses, clipping, the logged norm of the parameters and an evaluation included."""
-    run, recorder = build(
-        *("--fp64", "--train-iters", "2", "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--log-params-norm"),
-        *("--eval-iters", "1", "--eval-interval", "1", "--log-num-zeros-in-grad"),
-        *flags,
-    )
-
-    def unseen_table(*arguments: Any) -> RotaryTable:
-        with _disable_current_modes():  # angles are float32 in every precision
-            return rotary_table(*arguments)
-
-    monkeypatch.setattr(gpt_model, "rotary_table", unseen_table)
-    with DtypesSeen() as seen:
-        train(run)
-    assert len(recorder.steps) == 2
-    assert not seen.low
+def test_a_step_in_fp64_makes_no_tensor_of_less(flags: tuple[str, ...], ranks: int, layout: tuple[str, ...]) -> None:
+    """Dropout, norms, losses, clipping, the logged norm of the parameters, an evaluation and messages included."""
+    assert run_distributed(numbers_below_fp64, ranks, *layout, *flags) == [{}] * ranks
 
 
 def test_the_detector_of_float32_tensors_works() -> None:
     run, _ = build("--train-iters", "1")
-    with DtypesSeen() as seen:
+    with DtypesSeen(torch.float64) as seen:
         train(run)
-    assert seen.low
+    assert seen.others
 
 
 # ---- bf16 ----
