@@ -1,18 +1,28 @@
 """Sample text from a checkpoint, in one process, whatever layout wrote it.
 
 python tools/generate_text.py --load checkpoints --prompt 'def main():' --num-tokens 200 --temperature 0.8
+
+The tokenizer is the one of the training, read from where it was then. Where its files lie elsewhere now:
+
+python tools/generate_text.py --load checkpoints --tokenizer-model tokenizer.model
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from megatron.checkpointing import CheckpointError, load_checkpoint
 from megatron.config.megatron_config import MegatronConfig
+from megatron.config.options import add_to_parser, section_options
 from megatron.config.pipeline_layout import StageLayout
+from megatron.config.problems import ConfigError
+from megatron.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.parallel_state import ParallelState
 from megatron.core.shard import NamedTensor, shard_of
@@ -24,10 +34,17 @@ from megatron.training.initialize import MegatronContext
 from megatron.training.setup import build_vocabulary
 
 
-def load_model(folder: str, step: int | None, device: torch.device) -> tuple[GPTModel, Tokenizer, MegatronConfig]:
-    """The whole model of a checkpoint in this process, with the tokenizer that it was trained with."""
+def load_model(
+    folder: str, step: int | None, files: Mapping[str, Any], device: torch.device
+) -> tuple[GPTModel, Tokenizer, MegatronConfig]:
+    """The whole model of a checkpoint in this process, with the tokenizer that it was trained with.
+
+    Args:
+        files: paths of the tokenizer's files that take the place of those of the training, by field.
+    """
     checkpoint = load_checkpoint(folder, step=step)
     config = MegatronConfig.from_dict(checkpoint.metadata["config"])
+    config = replace(config, tokenizer=tokenizer_of(config.tokenizer, files))
     vocabulary = build_vocabulary(config)
     context = MegatronContext(config=config, state=ParallelState.single(), device=device, extra=argparse.Namespace())
     stage = StageLayout(stage=0, chunk=0, layers=range(config.model.num_layers), has_embedding=True, has_output=True)
@@ -37,6 +54,26 @@ def load_model(folder: str, step: int | None, device: torch.device) -> tuple[GPT
     ]
     checkpoint.load_into(tensors, world=CommGroup.single("world"), ignore=("optimizer.",))
     return model.eval(), vocabulary.tokenizer, config
+
+
+def tokenizer_of(trained: TokenizerConfig, files: Mapping[str, Any]) -> TokenizerConfig:
+    """The tokenizer of the training with its files at other paths.
+
+    Raises:
+        ConfigError: a file is not there, or the tokenizer has no such file.
+    """
+    config = replace(trained, **files)
+    problems = list(config.problems())
+    given = {option.name for option in section_options("tokenizer", TokenizerConfig) if option.field in files}
+    for problem in config.file_problems():
+        (flag,) = problem.flags
+        if flag not in given:
+            works = f"{flag} with the path that it has here"
+            problem = replace(problem, rule=f"{problem.rule}; this is its path in the training", works=works)
+        problems.append(problem)
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def main() -> None:
@@ -49,11 +86,15 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k most likely tokens only (default: all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the most likely tokens of this probability")
     parser.add_argument("--seed", type=int, default=1234, help="the same seed gives the same text (default 1234)")
+    group = parser.add_argument_group("files of the tokenizer", "by default where they were in the training")
+    tokenizer_options = section_options("tokenizer", TokenizerConfig)
+    add_to_parser(group, (option for option in tokenizer_options if option.field in TOKENIZER_FILES))
     options = parser.parse_args()
+    files = {field: path for field in TOKENIZER_FILES if (path := getattr(options, field)) is not None}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-        model, tokenizer, config = load_model(options.load, options.ckpt_step, device)
+        model, tokenizer, config = load_model(options.load, options.ckpt_step, files, device)
         prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]
     except (ValueError, CheckpointError) as error:
         sys.exit(f"generate_text.py: error: {error}")

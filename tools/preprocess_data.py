@@ -34,7 +34,7 @@ from text_tools import (
     text_of,
 )
 
-from megatron.config.options import Option, section_options
+from megatron.config.options import Option, add_to_parser, section_options
 from megatron.config.problems import ConfigError
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
@@ -120,24 +120,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document id")
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize; default 1")
-    tokenizer = parser.add_argument_group("tokenizer")
-    for option in section_options("tokenizer", TokenizerConfig):
-        if option.field not in MODEL_ONLY:
-            _add_option(tokenizer, option)
+    add_to_parser(parser.add_argument_group("tokenizer"), tokenizer_options())
     return parser.parse_args()
 
 
-def _add_option(group: "argparse._ArgumentGroup", option: Option) -> None:
-    group.add_argument(
-        option.name,
-        *option.flag.aliases,
-        dest=option.field,
-        type=int if option.kind == "number" else str,
-        choices=option.choices or None,
-        required=option.required,
-        default=option.default,
-        help=option.flag.help,
-    )
+def tokenizer_options() -> list[Option]:
+    return [option for option in section_options("tokenizer", TokenizerConfig) if option.field not in MODEL_ONLY]
 
 
 def main() -> None:
@@ -265,12 +253,7 @@ def _encode_in_worker(batch: Batch) -> TokenizedBatch:
 
 
 def _tokenizer_config(arguments: argparse.Namespace) -> TokenizerConfig:
-    fields = {
-        option.field: getattr(arguments, option.field)
-        for option in section_options("tokenizer", TokenizerConfig)
-        if option.field not in MODEL_ONLY
-    }
-    config = TokenizerConfig(**fields)
+    config = TokenizerConfig(**{option.field: getattr(arguments, option.field) for option in tokenizer_options()})
     problems = [*config.problems(), *config.file_problems()]
     if problems:
         raise ConfigError(problems)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -123,6 +124,22 @@ def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...], bool, bool]:
         return "text", tuple(str(argument) for argument in arguments), False, False
     kinds: dict[type, Kind] = {bool: "switch", int: "number", float: "fraction", str: "text"}
     return kinds[annotation], (), False, False
+
+
+def add_to_parser(parser: argparse.ArgumentParser | argparse._ArgumentGroup, options: Iterable[Option]) -> None:
+    """Give a tool some options of a section, with the names, defaults and help that training has; no switches."""
+    for option in options:
+        parser.add_argument(
+            option.name,
+            *option.flag.aliases,
+            dest=option.field,
+            type=whole_number if option.kind == "number" else str,
+            choices=option.choices or None,
+            required=option.required,
+            default=option.default,
+            metavar=option.flag.metavar or None,
+            help=option.flag.help,
+        )
 
 
 def whole_number(text: str) -> int:

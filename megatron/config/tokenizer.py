@@ -29,7 +29,8 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "ByteTokenizer": (),
     "NullTokenizer": ("vocab_size",),
 }
-_FILES = ("vocab_file", "merge_file", "tokenizer_model")
+# The fields that name files: paths, which another machine may have elsewhere.
+TOKENIZER_FILES = ("vocab_file", "merge_file", "tokenizer_model")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +96,7 @@ class TokenizerConfig:
                     f"{' and '.join(_flag(need) for need in needs)}",
                     works=f"{_flag(name)} {'N' if name == 'vocab_size' else 'FILE'}",
                 )
-        for name in _FILES:
+        for name in TOKENIZER_FILES:
             if name not in needs and getattr(self, name) is not None:
                 users = [kind for kind, uses in _NEEDS.items() if name in uses]
                 yield Problem(
@@ -139,7 +140,7 @@ class TokenizerConfig:
 
     def file_problems(self) -> Iterator[Problem]:
         """Tokenizer files that are not there."""
-        for name in _FILES:
+        for name in TOKENIZER_FILES:
             value = getattr(self, name)
             if value is None or Path(value).is_file():
                 continue
