@@ -27,7 +27,14 @@ class Problem:
         return f"{text}\n      Works: {self.works}" if self.works else text
 
 
-class ConfigError(ValueError):
+class UserError(ValueError):
+    """What the user can mend: the text names what is wrong, the rule, and what would work.
+
+    A program says it without a traceback. Any other exception, a plain `ValueError` too, is taken for a bug.
+    """
+
+
+class ConfigError(UserError):
     """All that is wrong with a configuration, at once."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:

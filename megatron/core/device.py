@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 
+from megatron.config.problems import UserError
+
 Backend = Literal["nccl", "gloo"]
 
 
@@ -18,7 +20,7 @@ def choose_backend(requested: Backend | None) -> Backend:
     if requested is None:
         return "nccl" if torch.cuda.is_available() else "gloo"
     if requested == "nccl" and not torch.cuda.is_available():
-        raise ValueError(
+        raise UserError(
             "--distributed-backend nccl needs a GPU and none is visible here; use --distributed-backend gloo, or leave "
             "the flag out: gloo is taken on CPUs and nccl on GPUs"
         )
@@ -35,7 +37,7 @@ def choose_device(backend: Backend, local_rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise ValueError(
+        raise UserError(
             f"local rank {local_rank} has no GPU: {count} GPU(s) are visible on this node; "
             f"start at most {count} processes per node (torchrun --nproc-per-node {count})"
         )

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron.config.problems import UserError
 from megatron.core.comm_group import CommGroup
 from megatron.core.rank_grid import DEFAULT_ORDER, RankGrid
 
@@ -142,7 +143,7 @@ def grid_of_world(
     """
     model_size = tensor * pipeline * context
     if world_size % model_size != 0:
-        raise ValueError(
+        raise UserError(
             f"world size {world_size} is not divisible by tensor {tensor} × pipeline {pipeline} × context {context} "
             f"= {model_size}: start a multiple of {model_size} ranks"
         )

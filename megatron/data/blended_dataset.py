@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.problems import UserError
 from megatron.data.index_builder import build_blend_index, build_exhaustive_blend_index, derived_seed
 from megatron.data.index_cache import Arrays, IndexCache
 from megatron.data.sample_dataset import SampleDataset, TokenArray
@@ -48,7 +49,7 @@ class BlendedDataset:
             drawn += np.bincount(dataset_index[begin : begin + _COUNT_AT_ONCE], minlength=len(datasets))
         for dataset, name, count in zip(datasets, names, drawn.tolist(), strict=True):
             if count > len(dataset):
-                raise ValueError(
+                raise UserError(
                     f"the blend draws {count} samples from {name}, which was built with {len(dataset)}; a "
                     "larger --mid-level-dataset-surplus (default 0.005) builds more"
                 )
@@ -132,7 +133,7 @@ class BlockedDataset:
     def __init__(self, blocks: Sequence[SampleDataset], sizes: Sequence[int]) -> None:
         for block, size in zip(blocks, sizes, strict=True):
             if len(block) < size:
-                raise ValueError(
+                raise UserError(
                     f"{size} training samples are requested, the data gives {len(block)}: a blend without "
                     "weights reads each sample once; give weights in --data-path to repeat, or request fewer"
                 )

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron.config.data import default_split, parse_split, source_problems
 from megatron.config.data import parse_blend as read_blend
-from megatron.config.problems import ConfigError
+from megatron.config.problems import ConfigError, UserError
 from megatron.data.blended_dataset import BlockedDataset, blend_by_size, blend_by_weights, block_seed
 from megatron.data.gpt_dataset import GPTDataset, build_gpt_index
 from megatron.data.index_cache import IndexCache, user_cache_folder
@@ -53,7 +53,7 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend | None
     try:
         prefixes, weights = read_blend(words)
     except ValueError as error:
-        raise ValueError(f"{flag} {' '.join(words)}: {error}") from None
+        raise UserError(f"{flag} {' '.join(words)}: {error}") from None
     return Blend(prefixes=prefixes, weights=weights)
 
 
@@ -84,7 +84,7 @@ class _Recipe:
         """One split of one source. `share` says in messages where `elements` comes from."""
         tokens = int(source.sequence_lengths[elements.start : elements.stop].sum(dtype=np.int64))
         if requested and tokens == 0:
-            raise ValueError(_empty_split(source, split, elements, requested, share))
+            raise UserError(_empty_split(source, split, elements, requested, share))
         index = build_gpt_index(
             source,
             elements,
@@ -127,13 +127,13 @@ class _Recipe:
             datasets = [self.dataset(source, split, documents, None, seed, share) for source, documents in parts]
             mixed = blend_by_size(datasets, blend.prefixes, requested, IndexCache(self.cache_folder))
             if requested and not len(mixed):
-                raise ValueError(
+                raise UserError(
                     f"{share} leaves {split.value} no sample in any of {', '.join(blend.prefixes)}, but "
                     f"{requested} are requested; {_REMEDY[split]}"
                 )
             return mixed
         if requested is None:
-            raise ValueError(
+            raise UserError(
                 f"the weights {list(blend.weights)} of {split.value} need a number of samples; give it, or "
                 "leave the weights out"
             )
@@ -288,7 +288,7 @@ def _build_shared(
     try:
         shares = parse_split(split_text)
     except ValueError as error:
-        raise ValueError(f"--split {split_text!r}: {error}") from None
+        raise UserError(f"--split {split_text!r}: {error}") from None
     ranges = [split_ranges(shares, len(source.sequence_lengths)) for source in sources]
     share = f"--split {split_text!r}"
 

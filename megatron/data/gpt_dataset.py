@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.problems import UserError
 from megatron.data.index_builder import (
     IntArray,
     build_document_index,
@@ -96,7 +97,7 @@ class GPTDataset:
     def _check_vocabulary(self, ids: TokenArray) -> None:
         low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
         if low < 0 or high >= self._vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"{self.source.prefix}: holds the id {low if low < 0 else high}, but the vocabulary has "
                 f"{self._vocab_size} entries; train with the tokenizer that the dataset was made with"
             )

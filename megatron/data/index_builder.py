@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.problems import UserError
 from megatron.core.kernels.extension import compiled_function
 
 IntArray = npt.NDArray[np.integer]
@@ -73,7 +74,7 @@ def plan_epochs(
     """
     if tokens_per_epoch == 0:
         if requested:
-            raise ValueError(f"{requested} samples are requested from documents that hold no token")
+            raise UserError(f"{requested} samples are requested from documents that hold no token")
         return EpochPlan(num_epochs=1, num_samples=0, separate_final_epoch=False, samples_before_final_epoch=0)
     needed = (requested or 0) * sequence_length + extra_tokens
     num_epochs = max(1, -(-needed // tokens_per_epoch))
@@ -206,7 +207,7 @@ def sample_index_reference(
     positions = np.searchsorted(ends, borders + (extra_tokens - 1), side="right")
     if positions[-1] == ends.size:
         held = int(ends[-1]) if ends.size else 0
-        raise ValueError(f"the documents hold {held} tokens, which end before sample {num_samples}")
+        raise UserError(f"the documents hold {held} tokens, which end before sample {num_samples}")
     rows[1:, 0] = positions
     rows[1:, 1] = borders - (ends - ordered)[positions]
     return rows
@@ -288,10 +289,10 @@ def exhaustive_blend_index_reference(
 
 def _check_blend(shares: npt.NDArray[np.float64] | npt.NDArray[np.int64]) -> None:
     if not 0 < shares.size <= MAX_BLENDED_DATASETS:
-        raise ValueError(f"a blend of {shares.size} datasets; 1 to {MAX_BLENDED_DATASETS} can be blended")
+        raise UserError(f"a blend of {shares.size} datasets; 1 to {MAX_BLENDED_DATASETS} can be blended")
     if not (np.isfinite(shares).all() and (shares > 0).all()):
         refused = [float(share) for share in shares if not (np.isfinite(share) and share > 0)]
-        raise ValueError(
+        raise UserError(
             f"a blend with the weights {refused}: each must be a positive number; leave a dataset out that "
             "is not to be drawn"
         )

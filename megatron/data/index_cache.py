@@ -33,6 +33,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.problems import UserError
+
 logger = logging.getLogger(__name__)
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -83,7 +85,7 @@ class IndexCache:
                 return _build_once(folder, name, text, build)
             except OSError as error:
                 if self._required:
-                    raise ValueError(
+                    raise UserError(
                         f"--data-cache-path {folder}: the index {name} is not there and can not be written "
                         f"({error}); give a folder that can be written"
                     ) from error
@@ -256,7 +258,7 @@ def _load(folder: Path, name: str) -> Arrays | None:
             path = folder / file_name
             size, checksum = _checksum(path)
             if (size, checksum) != (expected["bytes"], expected["crc32"]):
-                raise ValueError(f"{path.name} has {size} bytes and checksum {checksum:08x}, not those written")
+                raise UserError(f"{path.name} has {size} bytes and checksum {checksum:08x}, not those written")
             key = file_name.removeprefix(f"{name}-").removesuffix(".npy")
             arrays[key] = np.load(path, mmap_mode="r", allow_pickle=False)
         return arrays

@@ -30,6 +30,7 @@ from typing import IO, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.problems import UserError
 from megatron.data.sample_dataset import TokenArray
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -57,7 +58,7 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
-class IndexedDatasetError(ValueError):
+class IndexedDatasetError(UserError):
     """A token file is missing, truncated, or is not what its other half says."""
 
 
@@ -249,7 +250,7 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype)
         codes = {known: code for code, known in DTYPE_CODES.items()}
         if self.dtype not in codes:
-            raise ValueError(f"{self.prefix}: type {self.dtype}; the format knows {', '.join(map(str, codes))}")
+            raise UserError(f"{self.prefix}: type {self.dtype}; the format knows {', '.join(map(str, codes))}")
         self._code = codes[self.dtype]
         self._lengths = array("i")
         self._documents = array("q", [0])
@@ -291,7 +292,7 @@ class IndexedDatasetWriter:
         ids = self._convert(tokens)
         counts = [int(length) for length in lengths]
         if sum(counts) != ids.size or min(counts, default=0) < 0:
-            raise ValueError(f"{self.prefix}: a document of {ids.size} ids with sequences of {counts} ids")
+            raise UserError(f"{self.prefix}: a document of {ids.size} ids with sequences of {counts} ids")
         self._file.write(ids.tobytes())
         for count in counts:
             self._add_length(count)
@@ -306,11 +307,11 @@ class IndexedDatasetWriter:
         """
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
-            raise ValueError(
+            raise UserError(
                 f"{prefix}: holds {other.dtype}, {self.prefix} holds {self.dtype}; datasets of one type can be joined"
             )
         if other.sequence_modes is not None:
-            raise ValueError(f"{prefix}: a multimodal dataset; only text can be joined")
+            raise UserError(f"{prefix}: a multimodal dataset; only text can be joined")
         other.verify()
         shift = len(self._lengths)
         self._lengths.frombytes(other.sequence_lengths.astype(np.intc).tobytes())
@@ -345,9 +346,7 @@ class IndexedDatasetWriter:
 
     def _add_length(self, length: int) -> None:
         if length > _INT32_MAX:
-            raise ValueError(
-                f"{self.prefix}: a sequence of {length} ids; the format holds up to {_INT32_MAX}, split it"
-            )
+            raise UserError(f"{self.prefix}: a sequence of {length} ids; the format holds up to {_INT32_MAX}, split it")
         self._lengths.append(length)
 
     def _convert(self, tokens: npt.ArrayLike) -> TokenArray:
@@ -355,12 +354,12 @@ class IndexedDatasetWriter:
         if ids.size == 0:
             return np.empty(0, dtype=self.dtype)
         if ids.ndim != 1:
-            raise ValueError(f"{self.prefix}: ids of shape {ids.shape}, one dimension is expected")
+            raise UserError(f"{self.prefix}: ids of shape {ids.shape}, one dimension is expected")
         if ids.dtype != self.dtype and np.issubdtype(self.dtype, np.integer):
             limits = np.iinfo(self.dtype)
             low, high = ids.min(), ids.max()
             if not np.issubdtype(ids.dtype, np.integer) or low < limits.min or high > limits.max:
-                raise ValueError(
+                raise UserError(
                     f"{self.prefix}: ids from {low} to {high} ({ids.dtype}) do not fit {self.dtype}; choose "
                     "the type by the vocabulary, see optimal_dtype"
                 )
@@ -381,7 +380,7 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
         IndexedDatasetError: one is damaged.
     """
     if not prefixes:
-        raise ValueError(f"{output}: no dataset to merge")
+        raise UserError(f"{output}: no dataset to merge")
     with IndexedDatasetWriter(output, dtype=IndexedDataset(prefixes[0]).dtype) as writer:
         for prefix in prefixes:
             writer.add_index(prefix)

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.problems import UserError
 from megatron.data.index_builder import derived_seed
 
 
@@ -84,7 +85,7 @@ class CyclicOrder:
 
 def _check_size(num_samples: int, name: str) -> None:
     if num_samples < 1:
-        raise ValueError(f"{name}: the dataset holds no sample to read")
+        raise UserError(f"{name}: the dataset holds no sample to read")
 
 
 def microbatch_positions(*, consumed: int, microbatch: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> range:

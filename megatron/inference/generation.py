@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.config.problems import UserError
 from megatron.model.gpt_model import GPTModel
 
 
@@ -28,11 +29,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise ValueError(f"--temperature ({self.temperature}) must not be negative; 0 is greedy")
+            raise UserError(f"--temperature ({self.temperature}) must not be negative; 0 is greedy")
         if self.top_k < 0:
-            raise ValueError(f"--top-k ({self.top_k}) must not be negative; 0 draws from all tokens")
+            raise UserError(f"--top-k ({self.top_k}) must not be negative; 0 draws from all tokens")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p ({self.top_p}) must be above 0 and at most 1; 1 draws from all tokens")
+            raise UserError(f"--top-p ({self.top_p}) must be above 0 and at most 1; 1 draws from all tokens")
 
 
 def choose_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from megatron.config.problems import UserError
+
 
 class GradScaler(Protocol):
     """A loss scale that may answer to overflows."""
@@ -31,7 +33,7 @@ class ConstantGradScaler:
 
     def __init__(self, scale: float = 1.0) -> None:
         if not scale > 0:
-            raise ValueError(f"--loss-scale {scale}: the loss scale must be positive, such as 4096; leave it out for 1")
+            raise UserError(f"--loss-scale {scale}: the loss scale must be positive, such as 4096; leave it out for 1")
         self._scale = scale
 
     @property
@@ -69,12 +71,12 @@ class DynamicGradScaler:
         hysteresis: int,
     ) -> None:
         if not 0 < min_scale <= initial_scale:
-            raise ValueError(
+            raise UserError(
                 f"--min-loss-scale {min_scale}, --initial-loss-scale {initial_scale}: the smallest scale "
                 f"must be positive and at most the first one; the defaults are 1 and 4294967296"
             )
         if growth_interval < 1 or hysteresis < 1:
-            raise ValueError(
+            raise UserError(
                 f"--loss-scale-window {growth_interval}, --hysteresis {hysteresis}: both must be at least 1; "
                 f"the defaults are 1000 and 2"
             )

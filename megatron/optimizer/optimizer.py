@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.config.problems import UserError
 from megatron.core import collectives
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.grad_buffer import GradBuffer
@@ -169,7 +170,7 @@ class MegatronOptimizer:
             ValueError: the state is another optimizer's.
         """
         if state["rule"] != self.rule.name:
-            raise ValueError(
+            raise UserError(
                 f"--optimizer {self.rule.name}: the checkpoint holds the state of {state['rule']!r}; use "
                 f"--optimizer {state['rule']}, or --no-load-optim to start with a fresh state"
             )

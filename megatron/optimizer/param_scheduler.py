@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from megatron.config.megatron_config import ScheduleLengths
 from megatron.config.optimizer import DecayStyle, OptimizerConfig, WeightDecayStyle, WsdDecayStyle
+from megatron.config.problems import UserError
 
 OnLoad = Literal["check", "override", "use_checkpoint"]
 
@@ -45,27 +46,27 @@ class LearningRateSchedule:
         _check_choice("--lr-decay-style", self.lr_decay_style, get_args(DecayStyle))
         _check_choice("--lr-wsd-decay-style", self.lr_wsd_decay_style, get_args(WsdDecayStyle))
         if not 0 <= self.min_lr <= self.max_lr:
-            raise ValueError(
+            raise UserError(
                 f"--min-lr {self.min_lr:g}: must lie between 0 and --lr {self.max_lr:g}; "
                 f"{self.max_lr / 10:g} is a usual choice"
             )
         if not 0 <= self.init_lr <= self.max_lr:
-            raise ValueError(
+            raise UserError(
                 f"--lr-warmup-init {self.init_lr:g}: must lie between 0 and --lr {self.max_lr:g}; 0 is the default"
             )
         if not self.lr_decay_steps > 0:
-            raise ValueError(
+            raise UserError(
                 f"--lr-decay-iters or --lr-decay-samples give a decay that ends after "
                 f"{self.lr_decay_steps:g} samples: must be positive; left out, it ends with the training"
             )
         if not 0 <= self.lr_warmup_steps < self.lr_decay_steps:
-            raise ValueError(
+            raise UserError(
                 f"the warm-up (--lr-warmup-iters, -samples or -fraction) takes {self.lr_warmup_steps:g} "
                 f"samples: must be shorter than the decay (--lr-decay-iters, -samples), which ends after "
                 f"{self.lr_decay_steps:g}"
             )
         if self.lr_decay_style == "WSD" and not 0 < (self.wsd_decay_steps or 0) <= self.lr_decay_steps:
-            raise ValueError(
+            raise UserError(
                 f"--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples: "
                 f"{self.wsd_decay_steps} samples must be positive and at most the {self.lr_decay_steps:g} "
                 f"after which the decay ends"
@@ -119,17 +120,17 @@ class WeightDecaySchedule:
         """
         _check_choice("--weight-decay-incr-style", self.wd_incr_style, get_args(WeightDecayStyle))
         if not 0 <= self.start_wd <= self.end_wd:
-            raise ValueError(
+            raise UserError(
                 f"--start-weight-decay {self.start_wd:g}: must lie between 0 and --end-weight-decay {self.end_wd:g}"
             )
         if self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
-            raise ValueError(
+            raise UserError(
                 f"--weight-decay-incr-style constant: --start-weight-decay {self.start_wd:g} and "
                 f"--end-weight-decay {self.end_wd:g} must be equal; linear and cosine go from one to the "
                 f"other"
             )
         if self.wd_incr_style != "constant" and not self.wd_incr_steps > 0:
-            raise ValueError(
+            raise UserError(
                 f"--weight-decay-incr-style {self.wd_incr_style} needs a length of training, not {self.wd_incr_steps}"
             )
 
@@ -237,7 +238,7 @@ class ParamScheduler:
             if key in state and state[key] != mine[key] and key not in without_effect
         ]
         if lines:
-            raise ValueError(
+            raise UserError(
                 "the schedule of this run is not the one of the checkpoint:\n" + "\n".join(lines) + "\n"
                 "Give the saved values, --override-opt_param-scheduler to go on with this run's, or "
                 "--use-checkpoint-opt_param-scheduler to go on with the checkpoint's."
@@ -275,4 +276,4 @@ def _present(schedule: type[LearningRateSchedule | WeightDecaySchedule], state: 
 
 def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{flag} {value}: must be one of {', '.join(choices)}")
+        raise UserError(f"{flag} {value}: must be one of {', '.join(choices)}")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from megatron.config.problems import UserError
 from megatron.tokenizer.plain_tokenizers import ByteTokenizer, NullTokenizer
 from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -56,10 +57,10 @@ def build_tokenizer(config: "TokenizerConfig") -> Tokenizer:
     builder = _BUILDERS.get(str(config.tokenizer_type))
     if builder is None:
         given = "is not given" if config.tokenizer_type is None else f"{config.tokenizer_type} is not known"
-        raise ValueError(f"--tokenizer-type {given}: choose one of {', '.join(TOKENIZER_TYPES)}")
+        raise UserError(f"--tokenizer-type {given}: choose one of {', '.join(TOKENIZER_TYPES)}")
     tokenizer = builder(config)
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"--vocab-size {config.vocab_size} contradicts --tokenizer-type {tokenizer.name}, whose files have "
             f"{tokenizer.vocab_size} ids; leave --vocab-size out, or make the model's vocabulary larger with "
             "--padded-vocab-size"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from megatron.config.problems import UserError
 from megatron.tokenizer.tokenizer import check_text, digest
 
 
@@ -21,18 +22,18 @@ class NullTokenizer:
 
     def __init__(self, vocab_size: int | None, *, eod_id: int | None = None, pad_id: int = -1) -> None:
         if vocab_size is None or vocab_size < 1:
-            raise ValueError(
+            raise UserError(
                 f"--vocab-size {vocab_size}: --tokenizer-type NullTokenizer needs the number of ids, at "
                 "least 1, EOD included"
             )
         eod = vocab_size - 1 if eod_id is None else eod_id
         if not 0 <= eod < vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"--null-tokenizer-eod-id {eod}: must be one of the ids 0 to {vocab_size - 1} of "
                 f"--vocab-size {vocab_size}"
             )
         if pad_id >= vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"--null-tokenizer-pad-id {pad_id}: must be below --vocab-size {vocab_size}, or -1 for no padding token"
             )
         self.vocab_size = vocab_size
@@ -50,7 +51,7 @@ class NullTokenizer:
 
     def _id(self, word: str) -> int:
         if not (word.isascii() and word.isdigit()) or int(word) >= self.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"{word[:40]!r} is not a token id: --tokenizer-type NullTokenizer reads numbers from 0 to "
                 f"{self.vocab_size - 1} between spaces"
             )
@@ -71,7 +72,7 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         wrong = [int(token) for token in ids if not 0 <= token <= self.eod]
         if wrong:
-            raise ValueError(f"{wrong[0]} is not an id of ByteTokenizer, which has 0 to {self.eod}")
+            raise UserError(f"{wrong[0]} is not an id of ByteTokenizer, which has 0 to {self.eod}")
         return bytes(int(token) for token in ids if token != self.eod).decode(errors="replace")
 
     def fingerprint(self) -> str:

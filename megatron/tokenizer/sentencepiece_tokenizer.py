@@ -5,6 +5,7 @@ from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
 
+from megatron.config.problems import UserError
 from megatron.tokenizer.tokenizer import check_text, digest, read_tokenizer_file
 
 # SentencePiece writes a space as U+2581 and reads every U+2581 back as a space, so a text that has the
@@ -35,7 +36,7 @@ class SentencePieceTokenizer:
         try:
             self._processor = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer-model {model_file} is not a SentencePiece model ({error}); "
                 "a tokenizer.json is read by --tokenizer-type HuggingFaceTokenizer"
             ) from None
@@ -71,7 +72,7 @@ class SentencePieceTokenizer:
             token = self._find(piece)
             if token is not None:
                 return token
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-model {model_file} has no end-of-document piece: neither an eos_id nor one of "
             f"{', '.join(END_OF_DOCUMENT_PIECES)}; train it with one (tools/train_tokenizer.py does)"
         )

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megatron.config.problems import UserError
+
 
 class Tokenizer(Protocol):
     """Text to token ids and back.
@@ -65,11 +67,11 @@ def read_tokenizer_file(path: str | Path | None, *, flag: str, tokenizer_type: s
         ValueError: the flag is missing, or names no readable file.
     """
     if path is None:
-        raise ValueError(f"{flag} is not given: --tokenizer-type {tokenizer_type} needs it ({what})")
+        raise UserError(f"{flag} is not given: --tokenizer-type {tokenizer_type} needs it ({what})")
     file = Path(path)
     if not file.is_file():
         state = "is a folder" if file.is_dir() else "does not exist"
-        raise ValueError(
+        raise UserError(
             f"{flag} {path} {state}: --tokenizer-type {tokenizer_type} reads {what} from there; "
             "nothing is downloaded, give the path of a file on this machine"
         )
@@ -85,7 +87,7 @@ def check_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise UserError(
             f"character {error.start} of the text is the lone surrogate U+{ord(text[error.start]):04X}, which is not "
             "a Unicode character; repair the text where it was made"
         ) from None

@@ -9,6 +9,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from megatron.config.problems import UserError
 from megatron.tokenizer.tokenizer import check_text, digest, read_tokenizer_file
 
 GPT2_END_OF_TEXT = "<|endoftext|>"
@@ -54,7 +55,7 @@ class TokenizersTokenizer:
     @property
     def eod(self) -> int:
         if self._eod is None:
-            raise ValueError(self._eod_error)
+            raise UserError(self._eod_error)
         return self._eod
 
     def encode(self, text: str) -> list[int]:
@@ -70,7 +71,7 @@ class TokenizersTokenizer:
     def _require(self, token: str, role: str, source: str) -> int:
         found = self._backend.token_to_id(token)
         if found is None:
-            raise ValueError(f"{source}: the {role} token {token!r} is not in the vocabulary")
+            raise UserError(f"{source}: the {role} token {token!r} is not in the vocabulary")
         return int(found)
 
 
@@ -90,19 +91,19 @@ def gpt2_bpe_tokenizer(vocab_file: str | Path | None, merge_file: str | Path | N
     try:
         model = BPE.from_file(str(vocab_file), str(merge_file))
     except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{source}: not a byte-level BPE's vocabulary and merges ({error})") from None
+        raise UserError(f"{source}: not a byte-level BPE's vocabulary and merges ({error})") from None
     backend = Backend(model)
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
     if backend.token_to_id(GPT2_END_OF_TEXT) is None:
-        raise ValueError(
+        raise UserError(
             f"--vocab-file {vocab_file} has no {GPT2_END_OF_TEXT}, which ends a document; add it to the vocabulary, "
             "or describe the tokenizer in a tokenizer.json and use --tokenizer-type HuggingFaceTokenizer"
         )
     # The model has no unknown token: a byte without a symbol would vanish from the text without a word.
     missing = sorted(symbol for symbol in ByteLevel.alphabet() if backend.token_to_id(symbol) is None)
     if missing:
-        raise ValueError(
+        raise UserError(
             f"--vocab-file {vocab_file} lacks {len(missing)} of the 256 byte symbols "
             f"({' '.join(missing[:8])} ...): text with those bytes would be lost; use the vocabulary of a "
             "byte-level BPE"
@@ -129,12 +130,12 @@ def huggingface_tokenizer(path: str | Path | None) -> TokenizersTokenizer:
     """
     name = "HuggingFaceTokenizer"
     if path is None:
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-model is not given: --tokenizer-type {name} needs a tokenizer.json or a folder with one"
         )
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file() and Path(path).is_dir():
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-model {path} holds no tokenizer.json. A folder with vocab.json and merges.txt is read by "
             "--tokenizer-type GPT2BPETokenizer --vocab-file ... --merge-file ..., one with a .model file by "
             "--tokenizer-type SentencePieceTokenizer --tokenizer-model ..."
@@ -143,7 +144,7 @@ def huggingface_tokenizer(path: str | Path | None) -> TokenizersTokenizer:
     try:
         backend = Backend.from_str(content.decode())
     except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"--tokenizer-model {file} is not a tokenizer.json ({error})") from None
+        raise UserError(f"--tokenizer-model {file} is not a tokenizer.json ({error})") from None
     beside = {
         sibling_name: sibling.read_bytes()
         for sibling_name in ("special_tokens_map.json", "tokenizer_config.json")
@@ -179,7 +180,7 @@ def _declared_special_tokens(folder: Path, files: Mapping[str, bytes]) -> dict[s
         try:
             declared = json.loads(files[name])
         except ValueError as error:
-            raise ValueError(f"--tokenizer-model: {folder / name} is not JSON ({error})") from None
+            raise UserError(f"--tokenizer-model: {folder / name} is not JSON ({error})") from None
         for role in ("eos", "pad"):
             token = declared.get(f"{role}_token") if isinstance(declared, dict) else None
             if isinstance(token, dict):

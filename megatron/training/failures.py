@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import traceback
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron.config.problems import UserError
 from megatron.training.initialize import MegatronContext
+
+# Rank 0 may hold the store that the other ranks look into, so it is the last to leave, but not for long.
+_PATIENCE = 2.0
 
 
 @contextmanager
 def exit_on_user_error(context: MegatronContext) -> Iterator[None]:
     """End the program with exit code 2 and one message when the user can mend what went wrong.
 
-    That is what `ValueError` and its subclasses are for here, and `FloatingPointError` for a loss that is not finite.
-    Any other exception is a bug or a failing machine, and keeps its traceback.
+    That is what `UserError` is for, and `FloatingPointError` for a loss or gradient that is not finite. Any other
+    exception is a bug or a failing machine, and keeps its traceback.
     """
     try:
         yield
-    except (ValueError, FloatingPointError) as error:
+    except (UserError, FloatingPointError) as error:
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         if _first_to_say(context, text):
-            origin = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"({Path(origin.filename).name}:{origin.lineno}, rank {context.state.rank})"
-            print(f"{Path(sys.argv[0]).name}: error: {text} {where}", file=sys.stderr, flush=True)
+            print(f"{Path(sys.argv[0]).name}: error: {text} (rank {context.state.rank})", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
@@ -38,6 +40,12 @@ def _first_to_say(context: MegatronContext, text: str) -> bool:
         return True
     key = "said-" + hashlib.sha256(text.encode()).hexdigest()
     try:
-        return bool(context.store.add(key, 1) == 1)
+        first = bool(context.store.add(key, 1) == 1)
+        deadline = time.monotonic() + _PATIENCE
+        while context.state.rank == 0 and context.store.add(key, 0) < context.state.world.size:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return first
     except dist.DistError:  # the rank that holds the store is gone: better twice than never
         return True

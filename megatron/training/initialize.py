@@ -6,6 +6,7 @@ The only file that reads the environment.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import socket
 import sys
@@ -23,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megatron.config.arguments import ExtraArgsProvider, parse_arguments
 from megatron.config.megatron_config import MegatronConfig
-from megatron.config.problems import ConfigError
+from megatron.config.problems import ConfigError, UserError
 from megatron.core import device as devices
 from megatron.core import parallel_state
 from megatron.core.parallel_state import ParallelState
@@ -86,7 +87,7 @@ class LaunchEnvironment:
     slurm: bool = False
 
 
-class LaunchError(ValueError):
+class LaunchError(UserError):
     """The processes of a run were not started as the configuration needs; the text holds the right launch line.
 
     Args:
@@ -221,6 +222,9 @@ def _initialize(
             launched=launch.launched,
             say=print if launch.rank == 0 else lambda text: None,
         )
+    # What the rooms below say (an index is built, waited for, kept in memory): one voice a node, the rest warn only.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("megatron").setLevel(logging.INFO if launch.local_rank == 0 else logging.ERROR)
     parallel = config.parallel
     world_size = parallel.world_size or launch.world_size
     order = PIPELINE_BEFORE_DATA_ORDER if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER

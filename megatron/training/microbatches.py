@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.config.problems import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSize:
@@ -51,7 +53,7 @@ class BatchSizeSchedule:
             ("data-parallel size", self.data_parallel_size),
         ):
             if value < 1:
-                raise ValueError(f"{flag} {value}: must be at least 1")
+                raise UserError(f"{flag} {value}: must be at least 1")
         if self.rampup is not None:
             self._check_rampup(*self.rampup)
         else:
@@ -60,21 +62,21 @@ class BatchSizeSchedule:
     def _check_rampup(self, start: int, increment: int, samples: int) -> None:
         flag = f"--rampup-batch-size {start} {increment} {samples}"
         if start < 1 or increment < 1 or samples < 0:
-            raise ValueError(f"{flag}: first size and increment must be at least 1, samples at least 0")
+            raise UserError(f"{flag}: first size and increment must be at least 1, samples at least 0")
         growth = self.global_batch_size - start
         if growth <= 0:
-            raise ValueError(
+            raise UserError(
                 f"{flag}: the first size must be less than --global-batch-size {self.global_batch_size}; "
                 f"leave the flag out for a constant size"
             )
         if growth % increment:
-            raise ValueError(
+            raise UserError(
                 f"{flag}: the increment must divide the growth from {start} to --global-batch-size "
                 f"{self.global_batch_size}, {growth}; {_divisors_near(growth, increment)} do"
             )
         self._check_divides(f"{flag}: first size", start)
         if not self.decrease_batch_size_if_needed and increment % self._unit:
-            raise ValueError(
+            raise UserError(
                 f"{flag}: each size on the way must be divisible by micro-batch size × data-parallel size = "
                 f"{self.micro_batch_size} × {self.data_parallel_size} = {self._unit}, and so must the "
                 f"increment {increment}"
@@ -86,7 +88,7 @@ class BatchSizeSchedule:
             return
         if size % self._unit:
             works = f"{below} or {below + self._unit}" if below else f"{self._unit}"
-            raise ValueError(
+            raise UserError(
                 f"{flag} {size}: must be divisible by micro-batch size × data-parallel size = "
                 f"{self.micro_batch_size} × {self.data_parallel_size} = {self._unit}; the nearest that "
                 f"works: {works}"

@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron.config.megatron_config import MegatronConfig
 from megatron.config.pipeline_layout import PipelineLayout, StageLayout, pipeline_layout
+from megatron.config.problems import UserError
 from megatron.core.collectives import all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.parallel_state import ParallelState
@@ -50,9 +51,7 @@ def build_vocabulary(config: MegatronConfig) -> Vocabulary:
     tokenizer = build_tokenizer(config.tokenizer)
     size = config.model_vocab_size(tokenizer.vocab_size)
     if size < tokenizer.vocab_size:
-        raise ValueError(
-            f"--padded-vocab-size ({size}) must not be below the tokenizer's {tokenizer.vocab_size} tokens"
-        )
+        raise UserError(f"--padded-vocab-size ({size}) must not be below the tokenizer's {tokenizer.vocab_size} tokens")
     return Vocabulary(tokenizer=tokenizer, size=size, padded_size=config.padded_vocab_size(tokenizer.vocab_size))
 
 
@@ -107,7 +106,7 @@ def build_chunks(
 
 def _compile_layers(module: nn.Module) -> None:
     if not isinstance(module, HasLayersToCompile):
-        raise ValueError(
+        raise UserError(
             f"--torch-compile: {type(module).__name__} does not say which of its modules to compile; give it a method "
             f"layers_to_compile() that returns them, or leave the flag out"
         )

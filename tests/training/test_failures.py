@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.config.problems import UserError
 from megatron.training.failures import exit_on_user_error
 from megatron.training.initialize import MegatronContext
 from tests.helpers.launch import pretrain_tiny
@@ -36,12 +37,12 @@ def test_the_same_reason_is_said_once_and_another_one_too(capsys: pytest.Capture
     context = context_with_store()
     for reason in ("the disk is full", "the disk is full", "the file is damaged"):
         with pytest.raises(SystemExit, match="2"), exit_on_user_error(context):
-            raise ValueError(reason)
+            raise UserError(reason)
     said = capsys.readouterr().err
     assert said.count("the disk is full") == 1
     assert said.count("the file is damaged") == 1
 
 
 def test_a_bug_keeps_its_traceback() -> None:
-    with pytest.raises(RuntimeError, match="a bug"), exit_on_user_error(context_with_store()):
-        raise RuntimeError("a bug")
+    with pytest.raises(ValueError, match="a bug"), exit_on_user_error(context_with_store()):
+        raise ValueError("a bug")

@@ -41,6 +41,7 @@ REPORT = StepReport(
     losses={"lm loss": 2.5},
     applied=True,
     nan=False,
+    faults=(),
     grad_norm=1.25,
     num_zeros=None,
     params_norm=None,

@@ -19,6 +19,8 @@ from functools import lru_cache
 from itertools import chain, pairwise, product
 from typing import Literal
 
+from megatron.config.problems import UserError
+
 Schedule = Literal["1f1b", "gpipe", "forward_only"]
 
 
@@ -158,18 +160,18 @@ def build_plan(
     p, m, v = num_stages, num_microbatches, num_chunks
     assert min(p, v) >= 1, (p, v)
     if m < 1:
-        raise ValueError(
+        raise UserError(
             f"a step needs at least one micro-batch, but there are {m}: --global-batch-size must be a "
             "multiple of --micro-batch-size x data-parallel size"
         )
     if schedule == "gpipe" and v > 1:
-        raise ValueError(
+        raise UserError(
             f"--pipeline-schedule gpipe runs one model chunk on each stage, but virtual stages ask for {v}: "
             "use --pipeline-schedule 1f1b, or no virtual stages"
         )
     group_size = p if group_size is None else group_size
     if group_size < p:
-        raise ValueError(
+        raise UserError(
             f"--microbatch-group-size-per-virtual-pipeline-stage ({group_size}) must be at least "
             f"--pipeline-model-parallel-size ({p}), or stages wait for each other: use {p} or more"
         )
@@ -266,6 +268,6 @@ def check_plan(plans: Plan, *, num_microbatches: int, num_chunks: int = 1, forwa
         }
         for fault, actions in faults.items():
             if actions:
-                raise ValueError(f"plan of stage {stage}: {fault}: {', '.join(sorted(map(str, actions)))}")
+                raise UserError(f"plan of stage {stage}: {fault}: {', '.join(sorted(map(str, actions)))}")
     for _ in execution_order(plans, num_chunks):
         pass
