@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing import CheckpointError, load_checkpoint
+from megatron.checkpointing import CheckpointError, load_checkpoint, model_tensors
 from megatron.config.megatron_config import MegatronConfig
 from megatron.config.options import add_to_parser, section_options
 from megatron.config.pipeline_layout import StageLayout
@@ -25,7 +25,6 @@ from megatron.config.problems import ConfigError
 from megatron.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.parallel_state import ParallelState
-from megatron.core.shard import NamedTensor, shard_of
 from megatron.inference.generation import Sampling, generate
 from megatron.model.gpt_model import GPTModel
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -42,17 +41,15 @@ def load_model(
     Args:
         files: paths of the tokenizer's files that take the place of those of the training, by field.
     """
-    checkpoint = load_checkpoint(folder, step=step)
+    world = CommGroup.single("world")
+    checkpoint = load_checkpoint(folder, step=step, world=world)
     config = MegatronConfig.from_dict(checkpoint.metadata["config"])
     config = replace(config, tokenizer=tokenizer_of(config.tokenizer, files))
     vocabulary = build_vocabulary(config)
     context = MegatronContext(config=config, state=ParallelState.single(), device=device, extra=argparse.Namespace())
     stage = StageLayout(stage=0, chunk=0, layers=range(config.model.num_layers), has_embedding=True, has_output=True)
     model = gpt_model(context, stage, vocabulary)
-    tensors = [
-        NamedTensor(key=f"model.{shard_of(p).name}", tensor=p.data, shard=shard_of(p)) for p in model.parameters()
-    ]
-    checkpoint.load_into(tensors, world=CommGroup.single("world"), ignore=("optimizer.",))
+    checkpoint.load_into(model_tensors([model]), world=world, ignore=("optimizer.",))
     return model.eval(), vocabulary.tokenizer, config
 
 

@@ -20,11 +20,11 @@ from megatron.checkpointing.errors import CheckpointError, NoCheckpointError
 from megatron.checkpointing.load import (
     Checkpoint,
     LoadSummary,
-    describe_missing,
     list_checkpoints,
     load_checkpoint,
     read_tracker,
 )
+from megatron.checkpointing.model_tensors import model_tensors
 from megatron.checkpointing.save import save_checkpoint
 
 __all__ = [
@@ -32,9 +32,9 @@ __all__ = [
     "CheckpointError",
     "LoadSummary",
     "NoCheckpointError",
-    "describe_missing",
     "list_checkpoints",
     "load_checkpoint",
+    "model_tensors",
     "read_tracker",
     "save_checkpoint",
 ]

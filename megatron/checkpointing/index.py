@@ -20,17 +20,18 @@ from megatron.checkpointing.slices import Box, tiling_fault
 VERSION = 1
 SHARD_FILE = re.compile(r"shard_[0-9]{5,9}\.safetensors")
 
+# The names are those of safetensors.
 DTYPES: Mapping[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -175,8 +176,8 @@ def merge(shares: Iterable[tuple[str, Index]]) -> Index:
                 merged[key] = tensor
             elif (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
                 raise CheckpointError(
-                    f"{source}: {key} is {DTYPE_NAMES[tensor.dtype]} {tensor.shape} here and "
-                    f"{DTYPE_NAMES[known.dtype]} {known.shape} on another rank"
+                    f"{source}: {key} is {tensor.dtype} {tensor.shape} here and "
+                    f"{known.dtype} {known.shape} on another rank"
                 )
             else:
                 slices = known.slices + tensor.slices

@@ -16,21 +16,12 @@ from torch import Tensor
 
 from megatron.checkpointing import storage
 from megatron.checkpointing.errors import CheckpointError, NoCheckpointError, agree, listing
-from megatron.checkpointing.index import (
-    DTYPE_NAMES,
-    Index,
-    StoredTensor,
-    check_cover,
-    check_version,
-    parse_index,
-    parse_json,
-)
+from megatron.checkpointing.index import Index, StoredTensor, check_cover, check_version, parse_index, parse_json
 from megatron.checkpointing.resharding import Transfer, misfit, transfers
 from megatron.checkpointing.slices import HeldBox, held_boxes
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import NamedTensor
 
-_ALONE = CommGroup.single("world")
 _ITERATION = re.compile(r"[0-9]{1,18}")
 
 
@@ -85,8 +76,7 @@ class Checkpoint:
             ignore: prefixes of keys that need not be asked for, as "optimizer." for weights only.
 
         Raises:
-            CheckpointError: on all ranks: a list of tensors that are missing, surplus, or of another shape or
-                dtype;
+            CheckpointError: on all ranks: a list of tensors that are missing, surplus, or of another shape or dtype;
                 or the file and tensor that are damaged.
         """
         asked = list(tensors)
@@ -137,7 +127,7 @@ class Checkpoint:
                     dtype = self.tensors[named.key].dtype
                     bytes_read += reader.copy_into(target, transfer.source, dtype, transfer.box)
         lines = tuple(
-            f"{count} tensors: {DTYPE_NAMES[stored]} in the checkpoint, converted to {DTYPE_NAMES[wanted]}"
+            f"{count} tensors: {stored} in the checkpoint, converted to {wanted}"
             for (stored, wanted), count in casts.items()
         )
         return LoadSummary(tensors=len(asked), bytes_read=bytes_read, casts=lines)
@@ -179,7 +169,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> tuple[int, ...]:
     )
 
 
-def load_checkpoint(root: str | os.PathLike[str], *, step: int | None = None, world: CommGroup = _ALONE) -> Checkpoint:
+def load_checkpoint(root: str | os.PathLike[str], *, world: CommGroup, step: int | None = None) -> Checkpoint:
     """Open the checkpoint that the tracker names, or that of iteration `step`.
 
     Without a tracker the newest complete one is opened: the save that made it was killed just before its last
@@ -211,15 +201,6 @@ def load_checkpoint(root: str | os.PathLike[str], *, step: int | None = None, wo
                 "--load must be a file system that all nodes share"
             )
     return opened[0]
-
-
-def describe_missing(root: str | os.PathLike[str], *, step: int | None = None) -> str | None:
-    """Why `load_checkpoint` finds nothing good, and what could be loaded instead; None when it does."""
-    try:
-        _open_chosen(Path(root), step)
-    except CheckpointError as error:
-        return str(error)
-    return None
 
 
 def _open_chosen(root: Path, step: int | None) -> Checkpoint:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.checkpointing.index import DTYPE_NAMES, StoredSlice, StoredTensor
+from megatron.checkpointing.index import StoredSlice, StoredTensor
 from megatron.checkpointing.slices import Box
 
 
@@ -32,8 +32,9 @@ def transfers(stored: Iterable[StoredSlice], wanted: Box) -> list[Transfer]:
 def misfit(stored: Mapping[str, StoredTensor], key: str, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
     """Why the global tensor of this key cannot be loaded; None when it can.
 
-    Floating-point kinds are converted into each other, as a run may continue in another precision; anything
-    else must be of the same dtype.
+    Floating-point kinds are converted into each other, so that weights can be taken into another precision; anything
+    else must be of the same dtype. (The optimizer's tensors are others with 16 bits than without, so whoever changes
+    that takes the weights alone.)
     """
     tensor = stored.get(key)
     if tensor is None:
@@ -41,5 +42,5 @@ def misfit(stored: Mapping[str, StoredTensor], key: str, shape: tuple[int, ...],
     if tensor.shape != shape:
         return f"{key}: {tensor.shape} in the checkpoint, {shape} in the model"
     if tensor.dtype != dtype and not (tensor.dtype.is_floating_point and dtype.is_floating_point):
-        return f"{key}: {DTYPE_NAMES[tensor.dtype]} in the checkpoint, {dtype} in the model"
+        return f"{key}: {tensor.dtype} in the checkpoint, {dtype} in the model"
     return None

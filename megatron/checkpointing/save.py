@@ -33,7 +33,6 @@ def save_checkpoint(
     tensors: Iterable[NamedTensor],
     metadata: Mapping[str, Any],
     *,
-    rank: int,
     world: CommGroup,
     writes: bool,
 ) -> Path:
@@ -48,7 +47,6 @@ def save_checkpoint(
         iteration: number of iterations done. A checkpoint of the same iteration is replaced.
         tensors: this rank's model and optimizer tensors. Owned pieces are written; padding is in no piece.
         metadata: JSON values (tuples become lists), the same on all ranks; that of the first rank is written.
-        rank: global rank, which names this rank's file.
         writes: whether this rank writes: True on one data-parallel replica. `tensors` is not looked at
             otherwise.
 
@@ -57,7 +55,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks, naming those that failed and why.
     """
-    save = Save(root=Path(root), iteration=iteration, rank=rank, metadata=metadata)
+    save = Save(root=Path(root), iteration=iteration, rank=world.rank, metadata=metadata)
     phase = f"saving iteration {iteration} to {root}"
     try:
         plans = agree(world, phase, lambda: save.prepare(tensors if writes else ()))
@@ -117,7 +115,8 @@ class Save:
     def _add(self, named: NamedTensor) -> None:
         key, tensor, shard = named.key, named.tensor, named.shard
         if tensor.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{key}: cannot save {tensor.dtype}; one of {', '.join(DTYPE_NAMES.values())} can be")
+            kinds = ", ".join(map(str, DTYPE_NAMES))
+            raise CheckpointError(f"{key}: cannot save {tensor.dtype}; one of {kinds} can be")
         if not shard.owned:
             return
         if key in self.tensors:

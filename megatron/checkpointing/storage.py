@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.index import StoredSlice, parse_json
+from megatron.checkpointing.index import DTYPE_NAMES, StoredSlice, parse_json
 from megatron.checkpointing.slices import Box, flat_bounds, flat_range_boxes
 
 BLOCK_BYTES = 16 * 2**20
@@ -45,19 +45,6 @@ _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 _ITERATION_FOLDER = re.compile(r"iter_([0-9]{7,18})")
 _TEMPORARY_FOLDER = re.compile(r"\.tmp-iter_[0-9]{7,18}")
 _REPLACED_FOLDER = re.compile(r"\.replaced-(iter_[0-9]{7,18})")
-
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 # ---- names ----
@@ -143,7 +130,7 @@ def write_tracker(root: Path, iteration: int) -> None:
     sync_folder(root)
 
 
-def publish(root: Path, iteration: int) -> Path:
+def publish(root: Path, iteration: int) -> None:
     """Give the finished temporary folder its name, then move the tracker to it.
 
     A folder cannot be replaced by a rename. A checkpoint of the same iteration, saved before the run was
@@ -158,7 +145,6 @@ def publish(root: Path, iteration: int) -> Path:
     sync_folder(root)
     write_tracker(root, iteration)
     shutil.rmtree(replaced, ignore_errors=True)  # the next save tries again
-    return folder
 
 
 def clear_leftovers(root: Path) -> None:
@@ -273,7 +259,7 @@ def _header(ordered: Sequence[PendingSlice]) -> bytes:
     position = 0
     for part in ordered:
         entries[part.name] = {
-            "dtype": _SAFETENSORS_DTYPES[part.tensor.dtype],
+            "dtype": DTYPE_NAMES[part.tensor.dtype],
             "shape": list(part.tensor.shape),
             "data_offsets": [position, position + part.size],
         }
@@ -375,7 +361,7 @@ class ShardReader:
         entry = self._entries.get(part.name)
         size = part.box.volume * dtype.itemsize
         if isinstance(entry, dict):
-            expected = _SAFETENSORS_DTYPES[dtype], list(part.box.shape)
+            expected = DTYPE_NAMES[dtype], list(part.box.shape)
             if (entry.get("dtype"), entry.get("shape")) == expected and _is_pair(entry.get("data_offsets")):
                 first, last = entry["data_offsets"]
                 if first >= 0 and last - first == size and self._data_start + last <= self._size:

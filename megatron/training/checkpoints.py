@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,27 +12,20 @@ from megatron.checkpointing import (
     CheckpointError,
     NoCheckpointError,
     load_checkpoint,
+    model_tensors,
     save_checkpoint,
 )
 from megatron.config.megatron_config import MegatronConfig, difference
 from megatron.core.parallel_state import ParallelState
-from megatron.core.shard import NamedTensor, shard_of
 from megatron.training.progress import Progress
 from megatron.training.run import Run
-
-
-def _model_tensors(run: Run) -> Iterator[NamedTensor]:
-    for chunk in run.chunks:
-        for parameter in chunk.module.parameters():
-            shard = shard_of(parameter)
-            yield NamedTensor(key=f"model.{shard.name}", tensor=parameter.data, shard=shard)
 
 
 def save_run(run: Run, folder: Path) -> None:
     """Write a checkpoint of the present iteration; a collective."""
     start = time.perf_counter()
     config, state = run.config, run.state
-    tensors = list(_model_tensors(run))
+    tensors = list(model_tensors(chunk.module for chunk in run.chunks))
     metadata: dict[str, Any] = {
         "config": config.to_dict(),
         "progress": run.progress.state_dict(),
@@ -48,7 +40,6 @@ def save_run(run: Run, folder: Path) -> None:
         iteration,
         tensors,
         metadata,
-        rank=state.rank,
         world=state.world,
         writes=state.data_context.is_first,
     )
@@ -102,7 +93,7 @@ def load_run(run: Run, checkpoint: Checkpoint) -> None:
     """Fill the run's weights, and unless told otherwise its optimizer and schedule, from a checkpoint; a collective."""
     start = time.perf_counter()
     wanted = run.config.checkpoint
-    tensors = list(_model_tensors(run))
+    tensors = list(model_tensors(chunk.module for chunk in run.chunks))
     with_optimizer = wanted.load_optim and not wanted.finetune
     if with_optimizer and "optimizer" not in checkpoint.metadata:
         raise CheckpointError(

@@ -42,13 +42,13 @@ def tensors(value: float, elements: int = 40) -> list[NamedTensor]:
 
 
 def save(root: Path, iteration: int, value: float, elements: int = 40) -> None:
-    save_checkpoint(root, iteration, tensors(value, elements), {"value": value}, rank=0, world=ALONE, writes=True)
+    save_checkpoint(root, iteration, tensors(value, elements), {"value": value}, world=ALONE, writes=True)
 
 
 def content(root: Path, step: int | None = None) -> tuple[int, float] | None:
     """Iteration and value of what loads, whole and of one save; None when there is nothing at all."""
     try:
-        checkpoint = load_checkpoint(root, step=step)
+        checkpoint = load_checkpoint(root, step=step, world=ALONE)
     except NoCheckpointError:
         return None
     elements = checkpoint.tensors["model.0"].shape[0]

@@ -31,13 +31,13 @@ VALUES = {
 def root(tmp_path: Path) -> Path:
     tensors = [whole(key, value) for key, value in VALUES.items()]
     with patch.object(storage, "BLOCK_BYTES", 64):
-        save_checkpoint(tmp_path, 10, tensors, {"consumed_samples": 40}, rank=0, world=ALONE, writes=True)
+        save_checkpoint(tmp_path, 10, tensors, {"consumed_samples": 40}, world=ALONE, writes=True)
     return tmp_path
 
 
 def load_all(root: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     loaded = {key: torch.zeros_like(value) for key, value in VALUES.items()}
-    checkpoint = load_checkpoint(root)
+    checkpoint = load_checkpoint(root, world=ALONE)
     checkpoint.load_into([whole(key, value) for key, value in loaded.items()], world=ALONE)
     return loaded, checkpoint.metadata
 

@@ -68,7 +68,7 @@ def model(group: CommGroup, *, filled: bool, dtype: torch.dtype = torch.float32)
 
 def _save(rank: int, world_size: int, root: Path) -> None:
     world = world_group(rank, world_size)
-    save_checkpoint(root, 5, model(world, filled=True), {"by": world_size}, rank=rank, world=world, writes=True)
+    save_checkpoint(root, 5, model(world, filled=True), {"by": world_size}, world=world, writes=True)
 
 
 def _load(rank: int, world_size: int, root: Path, dtype: torch.dtype) -> None:
@@ -97,7 +97,7 @@ def test_the_same_model_has_the_same_tensors_whoever_saved_it(tmp_path: Path) ->
     found = []
     for writers in (1, 2):
         run_distributed(_save, writers, tmp_path / str(writers))
-        stored = load_checkpoint(tmp_path / str(writers)).tensors
+        stored = load_checkpoint(tmp_path / str(writers), world=ALONE).tensors
         found.append({key: (tensor.dtype, tensor.shape) for key, tensor in stored.items()})
     assert found[0] == found[1]
 
@@ -109,7 +109,7 @@ def _save_replicas(rank: int, world_size: int, root: Path) -> None:
     replica = rank // 2
     group = CommGroup(name="tensor", ranks=(2 * replica, 2 * replica + 1), rank=rank % 2, process_group=pairs[replica])
     tensors = model(group, filled=replica == 0)
-    save_checkpoint(root, 5, tensors, {}, rank=rank, world=world, writes=replica == 0)
+    save_checkpoint(root, 5, tensors, {}, world=world, writes=replica == 0)
 
 
 def test_one_data_parallel_replica_writes(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def save_rows(root: Path, iteration: int, world: CommGroup, rows: int = 8) -> No
     placed = Shard(global_shape=(rows, 50), dim=0, pieces=pieces, group=group, init=Init.zeros())
     assert start <= stop
     named = NamedTensor(key="model.rows", tensor=local, shard=placed)
-    save_checkpoint(root, iteration, [named], {"iteration": iteration}, rank=world.rank, world=world, writes=True)
+    save_checkpoint(root, iteration, [named], {"iteration": iteration}, world=world, writes=True)
 
 
 def load_rows(root: Path, world: CommGroup, rows: int = 8) -> int:
