@@ -30,6 +30,9 @@ test: $(STAMP)  ## run the tests: a pairwise cover of the layouts
 test-full: $(STAMP)  ## run all tests: the whole product of layouts, kills and reshards
 	$(BIN)/python -m pytest -m "not gpu"
 
+test-gpu: $(STAMP)  ## run the tests that need a GPU; one is enough
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
 lint: $(STAMP)  ## ruff, mypy --strict and the import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,4 +52,4 @@ clean:  ## remove what was built; .venv and quickstart/ stay
 	rm -rf build dist megatron/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-.PHONY: help setup quickstart test test-full lint bench kernels docs clean
+.PHONY: help setup quickstart test test-full test-gpu lint bench kernels docs clean

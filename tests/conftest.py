@@ -24,6 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Only the tests of GPUs see one: the others are the same on each machine, and start more ranks than GPUs."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.product_slice is None:
         return

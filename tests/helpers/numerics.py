@@ -12,6 +12,8 @@ from torch import Tensor
 PARITY_FP64 = 1e-10
 # The same in float32: 2**-24 per operation over some hundred terms.
 PARITY_FP32 = 2e-5
+# A loss of some 5.5 in bfloat16 against the exact one: logits have 8 bits.
+LOSS_BF16 = 2**-7
 
 
 def assert_bitwise(actual: Tensor, expected: Tensor, name: str = "tensor") -> None:

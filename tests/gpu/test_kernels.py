@@ -1,0 +1,166 @@
+"""Operations with code of their own for GPUs, against the same on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.comm_group import CommGroup
+from megatron.core.kernels.adam import adamw_, adamw_reference_
+from megatron.core.tensor_parallel import cross_entropy, random
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.random import DropoutStream, dropout
+from megatron.model.attention import attention_weights, fused_attention, weighted_values
+from megatron.model.masks import alibi_slopes, attention_mask
+from tests.gpu.runs import CPU, CUDA
+from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_reference_error
+from tests.optimizer.test_adam_kernel import HYPER, RUNS, tensors
+
+pytestmark = pytest.mark.gpu
+
+EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+
+
+def assert_as_exact(actual: Tensor, plain: Tensor, exact: Tensor, name: str) -> None:
+    """In parity with float64 in wide dtypes; in low ones, at most twice as far from it as plain torch on a CPU."""
+    if actual.dtype in (torch.float64, torch.float32):
+        assert_parity(actual.cpu(), exact.to(actual.dtype), name)
+    else:
+        assert_within_reference_error(actual.cpu(), plain, exact, name)
+
+
+# ---- AdamW ----
+
+
+@pytest.mark.parametrize("gradient_scale", [1.0, 3.7, 65536.0])
+@pytest.mark.parametrize("step", [1, 2, 1000])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_adamw_is_the_reference(dtype: torch.dtype, step: int, gradient_scale: float) -> None:
+    """In float64 too, where torch's kernel for GPUs reads the number of the step as float32."""
+    hyper = replace(HYPER, step=step, gradient_scale=gradient_scale)
+    mine = [tensor.to(CUDA) for tensor in tensors(dtype)]
+    low_precision = torch.zeros(mine[0].shape, dtype=torch.bfloat16, device=CUDA)
+    plain, exact = tensors(dtype), tensors(torch.float64)
+    adamw_(*mine, runs=RUNS, hyper=hyper, low_precision=low_precision)
+    adamw_reference_(*plain, runs=RUNS, hyper=hyper)
+    adamw_reference_(*exact, runs=RUNS, hyper=hyper)
+    for name, i in (("parameter", 0), ("exp_avg", 2), ("exp_avg_sq", 3)):
+        assert_as_exact(mine[i], plain[i], exact[i], name)
+    assert_bitwise(low_precision, mine[0].bfloat16(), "copy in low precision")
+
+
+# ---- dropout ----
+
+
+def dropped(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], sample_dim: int) -> tuple[Tensor, Tensor]:
+    """Ones after dropout, and their gradient."""
+    stream = DropoutStream(
+        seed=7, iteration=11, sample_ids=torch.arange(shape[sample_dim], device=device) * 2**33 + 2**40
+    )
+    ones = torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
+    starts = tuple(0 if dim == sample_dim else 5 * dim for dim in range(len(shape)))
+    kept = dropout(ones, 0.3, stream, layer=3, site=1, sample_dim=sample_dim, starts=starts)
+    kept.sum().backward()
+    assert ones.grad is not None
+    return kept.detach().cpu(), ones.grad.cpu()
+
+
+@pytest.mark.parametrize("chunk", [1 << 26, 1 << 12], ids=["whole", "in-chunks"])
+@pytest.mark.parametrize("shape, sample_dim", [((33, 2, 129), 1), ((2, 3, 17, 17), 0)], ids=["hidden", "attention"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_dropout_mask_is_that_of_a_cpu_to_the_bit(
+    dtype: torch.dtype, shape: tuple[int, ...], sample_dim: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random, "_ACCELERATOR_CHUNK", chunk)
+    mine, expected = dropped(CUDA, dtype, shape, sample_dim), dropped(CPU, dtype, shape, sample_dim)
+    assert 0.6 < float((mine[0] != 0).double().mean()) < 0.8
+    assert_bitwise(mine[0], expected[0], "forward")
+    assert_bitwise(mine[1], expected[1], "backward")
+    assert_bitwise(mine[1], mine[0], "mask of the backward")
+
+
+# ---- cross entropy ----
+
+VOCABULARY, PADDED = 1003, 1024
+
+
+def token_losses(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The losses [s, b], and the gradient of their mean with respect to the logits."""
+    logits = logits.detach().requires_grad_()
+    losses = vocab_parallel_cross_entropy(
+        logits, target, group=CommGroup.single(), vocab_size=VOCABULARY, label_smoothing=0.1
+    )
+    losses.mean().backward()
+    assert logits.grad is not None
+    return losses.detach(), logits.grad
+
+
+@pytest.mark.parametrize("block", [1 << 26, 1 << 13], ids=["whole", "in-blocks"])
+@EACH_DTYPE
+def test_cross_entropy_is_that_of_a_cpu(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "_ACCELERATOR_BLOCK", block)
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(37, 2, PADDED, generator=generator)).to(dtype)
+    target = torch.randint(VOCABULARY, (37, 2), generator=generator)
+    mine = token_losses(logits.to(CUDA), target.to(CUDA))
+    plain, exact = token_losses(logits, target), token_losses(logits.double(), target)
+    assert_parity(mine[0].cpu(), exact[0].to(mine[0].dtype), "losses")
+    assert_as_exact(mine[1], plain[1], exact[1], "gradient")
+    assert not mine[1][..., VOCABULARY:].any(), "the padding has a gradient"
+
+
+# ---- attention ----
+
+BATCH, HEADS, SEQUENCE, WIDTH = 2, 4, 37, 16
+DOCUMENTS = torch.tensor([[0] * 7 + [1] * 9 + [2] * 21, [0] * 36 + [1]])
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "documents": {"document_ids": DOCUMENTS},
+    "window": {"window": (5, 0)},
+    "alibi": {"slopes": alibi_slopes(HEADS)},
+    "all": {"document_ids": DOCUMENTS, "window": (5, 0), "slopes": alibi_slopes(HEADS)},
+}
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def explicit_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    return weighted_values(attention_weights(query, key, mask), value)
+
+
+def attend(
+    attention: Attention, device: torch.device, dtype: torch.dtype, kind: str, groups: int, values: torch.dtype
+) -> list[Tensor]:
+    """Output [b, a, s, d] and the gradients of queries, keys and values, which are rounded to `values` first."""
+    settings: dict[str, Any] = {"document_ids": None, "window": None, "slopes": None} | MASKS[kind]
+    if settings["document_ids"] is not None:
+        settings["document_ids"] = settings["document_ids"].to(device)
+    mask = attention_mask(sequence_length=SEQUENCE, dtype=dtype, device=device, **settings)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(BATCH, count, SEQUENCE, WIDTH, generator=generator, dtype=torch.float64).to(values)
+        for count in (HEADS, groups, groups, HEADS)
+    ]
+    query, key, value, weight = (tensor.to(device, dtype) for tensor in inputs)
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    output = attention(query, key, value, mask)
+    gradients = torch.autograd.grad((output * weight).sum(), leaves)
+    return [tensor.detach() for tensor in (output, *gradients)]
+
+
+@pytest.mark.parametrize("attention", [fused_attention, explicit_attention], ids=["fused", "explicit"])
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("kind", MASKS)
+@EACH_DTYPE
+def test_attention_is_that_of_a_cpu(dtype: torch.dtype, kind: str, groups: int, attention: Attention) -> None:
+    """In low precision it errs at most twice as much as the worse of the two ways on a CPU."""
+    mine = attend(attention, CUDA, dtype, kind, groups, values=dtype)
+    exact = attend(explicit_attention, CPU, torch.float64, kind, groups, values=dtype)
+    plain = [attend(way, CPU, dtype, kind, groups, values=dtype) for way in (fused_attention, explicit_attention)]
+    for index, name in enumerate(("output", "query", "key", "value")):
+        worse = max((way[index] for way in plain), key=lambda other: float((other - exact[index]).abs().max()))
+        assert_as_exact(mine[index], worse, exact[index], name)
