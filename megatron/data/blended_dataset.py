@@ -154,21 +154,10 @@ class BlockedDataset:
 def extend_blocks(blocks: Sequence[int], requested: int) -> list[int]:
     """The blocks of a run that had `blocks` and is now asked for `requested` samples in all.
 
-    Fewer samples than before leave the blocks as they are: cutting them would change the order of those that
-        stay.
+    Fewer samples than before leave the blocks as they are: cutting them would change the order of those that stay.
     """
     missing = requested - sum(blocks)
-    if missing <= 0:
-        return list(blocks)
-    if blocks:
-        logger.info(
-            "data: %d samples were requested before, %d now: the order of the first ones stays, a new block "
-            "of %d is appended",
-            sum(blocks),
-            requested,
-            missing,
-        )
-    return [*blocks, missing]
+    return [*blocks, missing] if missing > 0 else list(blocks)
 
 
 def block_seed(seed: int, block: int) -> int:

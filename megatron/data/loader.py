@@ -49,8 +49,7 @@ class MicrobatchLoader(Generic[Batch]):
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._num_workers = num_workers
         self._executor: ThreadPoolExecutor | None = None
-        # By the first sample of the whole micro-batch over all ranks: steps of any size are a walk along
-        # these.
+        # By the first sample of the whole micro-batch over all ranks: steps of any size are a walk along these.
         self._ahead: dict[int, Future[Batch]] = {}
 
     def microbatches(self, consumed: int, num_microbatches: int) -> list[Batch]:
@@ -102,11 +101,7 @@ class MicrobatchLoader(Generic[Batch]):
 
     def _read(self, start: int) -> Batch:
         positions = microbatch_positions(
-            consumed=start,
-            microbatch=0,
-            micro_batch_size=self._micro_batch_size,
-            dp_rank=self._dp_rank,
-            dp_size=self._dp_size,
+            start, micro_batch_size=self._micro_batch_size, dp_rank=self._dp_rank, dp_size=self._dp_size
         )
         samples = [self._dataset[self._order(position)] for position in positions]
         return self._collate(samples, positions)

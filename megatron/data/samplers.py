@@ -88,11 +88,12 @@ def _check_size(num_samples: int, name: str) -> None:
         raise UserError(f"{name}: the dataset holds no sample to read")
 
 
-def microbatch_positions(*, consumed: int, microbatch: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> range:
-    """The positions that one rank reads for one micro-batch of the step that begins after `consumed` samples.
+def microbatch_positions(first: int, *, micro_batch_size: int, dp_rank: int, dp_size: int) -> range:
+    """The positions that one rank reads of the micro-batches of all ranks that begin at position `first`.
 
-    Micro-batch m of rank r of R: `micro_batch_size` samples from consumed + (m*R + r)*micro_batch_size on.
+    Rank r of R: `micro_batch_size` samples from first + r*micro_batch_size on; the next micro-batch begins at
+    first + R*micro_batch_size.
     """
     assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
-    begin = consumed + (microbatch * dp_size + dp_rank) * micro_batch_size
+    begin = first + dp_rank * micro_batch_size
     return range(begin, begin + micro_batch_size)

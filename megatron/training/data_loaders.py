@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.data.blended_dataset import extend_blocks
 from megatron.data.loader import MicrobatchLoader
 from megatron.data.sample_dataset import SampleDataset
 from megatron.data.samplers import CyclicOrder, SampleOrder, SequentialOrder
@@ -49,16 +50,6 @@ class Datasets:
 DatasetsProvider = Callable[[MegatronContext, Vocabulary, SampleCounts], Datasets]
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """A loader as the loop knows it."""
-
-    loader: MicrobatchLoader[Batch]
-
-    def step(self, consumed: int, num_microbatches: int) -> Sequence[Batch]:
-        return self.loader.microbatches(consumed, num_microbatches)
-
-
 def sample_counts(
     context: MegatronContext, *, batch_sizes: BatchSizeSchedule, train_iters: int, progress: Progress
 ) -> SampleCounts:
@@ -66,8 +57,7 @@ def sample_counts(
     training = context.config.training
     batch = batch_sizes.global_batch_size
     wanted = training.train_samples or batch_sizes.samples_after(train_iters)
-    have = sum(progress.train_blocks)
-    train = [*progress.train_blocks] + ([wanted - have] if wanted > have else [])
+    train = extend_blocks(progress.train_blocks, wanted)
     rounds = train_iters // training.eval_interval + 1 if training.eval_interval is not None else 1
     evaluated = max(training.eval_iters, 0) * batch
     return SampleCounts(train=train, valid=rounds * evaluated, test=evaluated)
@@ -95,23 +85,21 @@ def build_loaders(
     progress.train_blocks = list(counts.train)
     datasets = provider(context, vocabulary, counts)
 
-    def reader(dataset: SampleDataset, order: SampleOrder) -> Loader:
-        return _Reader(
-            MicrobatchLoader(
-                dataset,
-                order=order,
-                collate=datasets.collate,
-                micro_batch_size=config.training.micro_batch_size,
-                dp_rank=state.data.rank,
-                dp_size=state.data.size,
-                num_workers=config.data.num_workers,
-            )
+    def loader(dataset: SampleDataset, order: SampleOrder) -> Loader:
+        return MicrobatchLoader(
+            dataset,
+            order=order,
+            collate=datasets.collate,
+            micro_batch_size=config.training.micro_batch_size,
+            dp_rank=state.data.rank,
+            dp_size=state.data.size,
+            num_workers=config.data.num_workers,
         )
 
     def evaluation(dataset: SampleDataset | None, samples: int, name: str) -> Loader | None:
         if dataset is None or samples == 0:
             return None
-        return reader(dataset, SequentialOrder(len(dataset), wrap=True, name=name))
+        return loader(dataset, SequentialOrder(len(dataset), wrap=True, name=name))
 
     train_order: SampleOrder
     if config.data.dataloader_type == "cyclic":
@@ -119,7 +107,7 @@ def build_loaders(
     else:
         train_order = SequentialOrder(len(datasets.train))
     return Loaders(
-        train=reader(datasets.train, train_order),
+        train=loader(datasets.train, train_order),
         valid=evaluation(datasets.valid, counts.valid, "validation"),
         test=evaluation(datasets.test, counts.test, "test"),
     )

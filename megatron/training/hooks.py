@@ -248,14 +248,14 @@ class Evaluation(Hook):
         if self._validated_at != run.progress.iteration:
             self._validate(run)
         if run.loaders.test is not None:
-            losses = evaluate(run, "test", self._iterations, 0)
+            losses = evaluate(run, run.loaders.test, self._iterations, 0)
             for hook in run.hooks:
                 hook.after_evaluation(run, "test", losses)
 
     def _validate(self, run: Run) -> None:
         if run.loaders.valid is None:
             return
-        losses = evaluate(run, "valid", self._iterations, run.progress.consumed_valid_samples)
+        losses = evaluate(run, run.loaders.valid, self._iterations, run.progress.consumed_valid_samples)
         self._validated_at = run.progress.iteration
         for hook in run.hooks:
             hook.after_evaluation(run, "validation", losses)

@@ -15,14 +15,11 @@ class BatchSize:
     """The batch of one iteration.
 
     Attributes:
-        global_batch_size: as scheduled.
-        running_global_batch_size: the samples that are trained on: less, where the scheduled size is rounded
-            down.
+        global_batch_size: samples over all ranks.
         num_microbatches: of each data-parallel rank.
     """
 
     global_batch_size: int
-    running_global_batch_size: int
     num_microbatches: int
 
 
@@ -32,15 +29,12 @@ class BatchSizeSchedule:
 
     Attributes:
         rampup: (first size, increment, samples over which to grow), as `--rampup-batch-size` gives them.
-        decrease_batch_size_if_needed: round a size that micro-batches × data-parallel ranks do not divide
-            down to one that they do, in place of refusing it.
     """
 
     global_batch_size: int
     micro_batch_size: int
     data_parallel_size: int
     rampup: tuple[int, int, int] | None = None
-    decrease_batch_size_if_needed: bool = False
 
     def __post_init__(self) -> None:
         """
@@ -75,7 +69,7 @@ class BatchSizeSchedule:
                 f"{self.global_batch_size}, {growth}; {_divisors_near(growth, increment)} do"
             )
         self._check_divides(f"{flag}: first size", start)
-        if not self.decrease_batch_size_if_needed and increment % self._unit:
+        if increment % self._unit:
             raise UserError(
                 f"{flag}: each size on the way must be divisible by micro-batch size × data-parallel size = "
                 f"{self.micro_batch_size} × {self.data_parallel_size} = {self._unit}, and so must the "
@@ -84,8 +78,6 @@ class BatchSizeSchedule:
 
     def _check_divides(self, flag: str, size: int) -> None:
         below = size // self._unit * self._unit
-        if self.decrease_batch_size_if_needed and below:
-            return
         if size % self._unit:
             works = f"{below} or {below + self._unit}" if below else f"{self._unit}"
             raise UserError(
@@ -101,12 +93,7 @@ class BatchSizeSchedule:
     def at(self, consumed_samples: int) -> BatchSize:
         """The batch of the iteration that comes after `consumed_samples` samples."""
         size = self._scheduled(consumed_samples)
-        num_microbatches = size // self._unit
-        return BatchSize(
-            global_batch_size=size,
-            running_global_batch_size=num_microbatches * self._unit,
-            num_microbatches=num_microbatches,
-        )
+        return BatchSize(global_batch_size=size, num_microbatches=size // self._unit)
 
     def _scheduled(self, consumed_samples: int) -> int:
         if self.rampup is None:
@@ -121,20 +108,20 @@ class BatchSizeSchedule:
         """Samples consumed by that many iterations from the start of training."""
         consumed = done = 0
         while done < iterations and self._growing(consumed):
-            consumed += self.at(consumed).running_global_batch_size
+            consumed += self.at(consumed).global_batch_size
             done += 1
-        return consumed + (iterations - done) * self.at(consumed).running_global_batch_size
+        return consumed + (iterations - done) * self.at(consumed).global_batch_size
 
     def iterations_for(self, samples: int) -> int:
         """Whole iterations from the start of training that fit into that many samples."""
         consumed = done = 0
         while self._growing(consumed):
-            step = self.at(consumed).running_global_batch_size
+            step = self.at(consumed).global_batch_size
             if consumed + step > samples:
                 return done
             consumed += step
             done += 1
-        return done + (samples - consumed) // self.at(consumed).running_global_batch_size
+        return done + (samples - consumed) // self.at(consumed).global_batch_size
 
     def _growing(self, consumed_samples: int) -> bool:
         return self.rampup is not None and consumed_samples <= self.rampup[2]

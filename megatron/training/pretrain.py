@@ -196,6 +196,7 @@ def train(run: Run) -> None:
         for hook in run.hooks:
             hook.on_end(run)
     finally:
+        run.loaders.close()
         for hook in run.hooks:
             hook.close()
     if run.stop_reason is not None:

@@ -39,7 +39,11 @@ class Batch(Protocol):
 class Loader(Protocol):
     """The micro-batches of this data-parallel rank, as a function of the position in the data."""
 
-    def step(self, consumed: int, num_microbatches: int) -> Sequence[Batch]: ...
+    def microbatches(self, consumed: int, num_microbatches: int) -> Sequence[Batch]:
+        """Those of the step that begins after `consumed` samples of the whole run."""
+
+    def close(self) -> None:
+        """Stop reading ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,11 @@ class Loaders:
     train: Loader
     valid: Loader | None
     test: Loader | None
+
+    def close(self) -> None:
+        for loader in (self.train, self.valid, self.test):
+            if loader is not None:
+                loader.close()
 
 
 # (micro-batch, model chunk, hidden states of the chunk before or None, dropout or None when evaluating)

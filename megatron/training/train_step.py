@@ -16,7 +16,7 @@ from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads, non_finite_gradients
 from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.training.metrics import StepReport
-from megatron.training.run import Batch, Run
+from megatron.training.run import Batch, Loader, Run
 
 
 def train_step(run: Run) -> StepReport:
@@ -26,7 +26,7 @@ def train_step(run: Run) -> StepReport:
     batch = run.batch_sizes.at(progress.consumed_train_samples)
 
     with run.timers("batch-generator"):
-        batches = run.loaders.train.step(progress.consumed_train_samples, batch.num_microbatches)
+        batches = run.loaders.train.microbatches(progress.consumed_train_samples, batch.num_microbatches)
         microbatches = [each.to(run.device) for each in batches]
         counts = global_counts(microbatches, state.data_context)
 
@@ -56,10 +56,10 @@ def train_step(run: Run) -> StepReport:
             update = optimizer.step()
         losses = mean_losses(sums, counts, state.data_context)
     if update.applied:
-        scheduler.step(increment=batch.running_global_batch_size)
+        scheduler.step(increment=batch.global_batch_size)
 
     progress.iteration += 1
-    progress.consumed_train_samples += batch.running_global_batch_size
+    progress.consumed_train_samples += batch.global_batch_size
     nan = not (update.overflow or isfinite(update.grad_norm)) or _any_is_not_finite(losses, run)
     return StepReport(
         iteration=progress.iteration,
@@ -74,9 +74,9 @@ def train_step(run: Run) -> StepReport:
         learning_rate=learning_rate,
         next_learning_rate=scheduler.lr,
         weight_decay=weight_decay,
-        global_batch_size=batch.running_global_batch_size,
+        global_batch_size=batch.global_batch_size,
         consumed_samples=progress.consumed_train_samples,
-        tokens=batch.running_global_batch_size * run.config.data.seq_length,
+        tokens=batch.global_batch_size * run.config.data.seq_length,
         seconds=time.perf_counter() - start,
     )
 
@@ -139,23 +139,19 @@ def mean_losses(
     return {name: float(all_reduce(total, data) / counts[name]) for name, total in totals.items()}
 
 
-def evaluate(run: Run, name: str, iterations: int, consumed: int) -> dict[str, float]:
-    """Losses over `iterations` global batches of one of the run's loaders, from a position on, without dropout.
-
-    Args:
-        name: "valid" or "test".
+def evaluate(run: Run, loader: Loader, iterations: int, consumed: int) -> dict[str, float]:
+    """Losses over `iterations` global batches of a loader, from a position on, without dropout.
 
     Returns:
         The mean of each loss over all the tokens; empty on ranks without the output.
     """
-    loader = run.loaders.valid if name == "valid" else run.loaders.test
-    assert loader is not None
     batch_size = run.batch_sizes.global_batch_size
     num_microbatches = batch_size // (run.batch_sizes.micro_batch_size * run.batch_sizes.data_parallel_size)
     sums: list[dict[str, Tensor]] = []
     totals: dict[str, Tensor] = {}
     for index in range(iterations):
-        microbatches = [batch.to(run.device) for batch in loader.step(consumed + index * batch_size, num_microbatches)]
+        batches = loader.microbatches(consumed + index * batch_size, num_microbatches)
+        microbatches = [batch.to(run.device) for batch in batches]
         for term, count in global_counts(microbatches, run.state.data_context).items():
             totals[term] = totals.get(term, torch.zeros_like(count)) + count
         sums += run.executor.run(

@@ -13,15 +13,9 @@ def step_of_all_ranks(consumed: int, global_batch: int, micro_batch_size: int, d
     """Positions of a step in the order: micro-batch by micro-batch, rank by rank."""
     return [
         position
-        for microbatch in range(global_batch // (micro_batch_size * dp_size))
+        for first in range(consumed, consumed + global_batch, micro_batch_size * dp_size)
         for rank in range(dp_size)
-        for position in microbatch_positions(
-            consumed=consumed,
-            microbatch=microbatch,
-            micro_batch_size=micro_batch_size,
-            dp_rank=rank,
-            dp_size=dp_size,
-        )
+        for position in microbatch_positions(first, micro_batch_size=micro_batch_size, dp_rank=rank, dp_size=dp_size)
     ]
 
 
@@ -40,14 +34,12 @@ def test_a_step_reads_the_next_samples_in_order_whatever_the_layout(
 
 
 def test_one_rank_reads_its_part_of_each_microbatch() -> None:
-    def positions(microbatch: int, rank: int) -> list[int]:
-        return list(
-            microbatch_positions(consumed=100, microbatch=microbatch, micro_batch_size=2, dp_rank=rank, dp_size=3)
-        )
+    def positions(first: int, rank: int) -> list[int]:
+        return list(microbatch_positions(first, micro_batch_size=2, dp_rank=rank, dp_size=3))
 
-    assert positions(0, 0) == [100, 101]
-    assert positions(0, 2) == [104, 105]
-    assert positions(1, 1) == [108, 109]
+    assert positions(100, 0) == [100, 101]
+    assert positions(100, 2) == [104, 105]
+    assert positions(106, 1) == [108, 109]
 
 
 def test_a_growing_batch_and_another_layout_continue_the_order() -> None:

@@ -29,7 +29,7 @@ from tests.training.runs import build, counting_corpus, rows_on_ranks, trained
 
 
 def microbatches_of(run: Run, consumed: int) -> Sequence[GPTBatch]:
-    return run.loaders.train.step(consumed, run.batch_sizes.at(consumed).num_microbatches)  # type: ignore[return-value]
+    return run.loaders.train.microbatches(consumed, run.batch_sizes.at(consumed).num_microbatches)  # type: ignore[return-value]
 
 
 def state_of(run: Run) -> dict[str, Tensor]:
@@ -128,11 +128,14 @@ class WithoutTokens:
     def __init__(self, loader: Loader, first: int, last: int) -> None:
         self.loader, self.first, self.last = loader, first, last
 
-    def step(self, consumed: int, num_microbatches: int) -> Sequence[GPTBatch]:
-        batches: Sequence[GPTBatch] = self.loader.step(consumed, num_microbatches)  # type: ignore[assignment]
+    def microbatches(self, consumed: int, num_microbatches: int) -> Sequence[GPTBatch]:
+        batches: Sequence[GPTBatch] = self.loader.microbatches(consumed, num_microbatches)  # type: ignore[assignment]
         if not self.first <= consumed < self.last:
             return batches
         return [replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)) for batch in batches]
+
+    def close(self) -> None:
+        self.loader.close()
 
 
 @pytest.mark.parametrize("flags", [(), ("--no-calculate-per-token-loss",)], ids=["per-token", "micro-batch-means"])
@@ -158,8 +161,8 @@ def test_a_batch_without_an_unmasked_token_is_skipped(flags: tuple[str, ...]) ->
 
 def test_a_micro_batch_without_a_token_among_others_counts_as_nothing() -> None:
     class FirstEmpty(WithoutTokens):
-        def step(self, consumed: int, num_microbatches: int) -> Sequence[GPTBatch]:
-            first, *others = self.loader.step(consumed, num_microbatches)
+        def microbatches(self, consumed: int, num_microbatches: int) -> Sequence[GPTBatch]:
+            first, *others = self.loader.microbatches(consumed, num_microbatches)
             return [replace(first, loss_mask=torch.zeros_like(first.loss_mask)), *others]  # type: ignore[type-var]
 
     for flags in ((), ("--no-calculate-per-token-loss",)):

@@ -315,7 +315,7 @@ def measure(name: str, *, bf16: bool, turns: int, profiled_rows: int) -> Result:
     )
     plain = PlainGPT(size)
     parameters = copy_weights(run, plain, size)
-    read = [run.loaders.train.step(index * size.micro_batch, 1)[0] for index in range(16)]
+    read = [run.loaders.train.microbatches(index * size.micro_batch, 1)[0] for index in range(16)]
     batches = [(batch.tokens, batch.labels) for batch in cast("list[GPTBatch]", read)]
     trainers = {"framework": framework_trainer(run), "plain": plain_trainer(plain, batches, bf16=bf16)}
     for hook in run.hooks:
