@@ -133,11 +133,8 @@ def end_costs(model: TransformerConfig, vocab_size: int) -> tuple[float, float]:
     Multiplications per token with the weights of each. Attention scores are left out, as the sequence length
     is not the model's; the embedding multiplies nothing and counts one addition for each column.
     """
-    hidden = model.hidden_size
-    key_value_size = model.query_groups * model.head_dim
-    attention = hidden * (model.query_size + 2 * key_value_size) + model.query_size * hidden
-    mlp = (3 if model.gated else 2) * hidden * model.ffn_size
-    return hidden / (attention + mlp), hidden * vocab_size / (attention + mlp)
+    layer = model.attention_weights + model.mlp_weights
+    return model.hidden_size / layer, model.hidden_size * vocab_size / layer
 
 
 def spread_layers(num_layers: int, extra_costs: Sequence[float], minimum: int) -> list[int]:

@@ -148,6 +148,26 @@ class TransformerConfig:
         return not self.untie_embeddings_and_output_weights
 
     @property
+    def qkv_size(self) -> int:
+        """Rows of the projection to queries, keys and values."""
+        return self.query_size + 2 * self.query_groups * self.head_dim
+
+    @property
+    def fc1_size(self) -> int:
+        """Rows of the first projection of the MLP: twice `ffn_size` with a gate."""
+        return self.ffn_size * (2 if self.gated else 1)
+
+    @property
+    def attention_weights(self) -> int:
+        """Elements of the two matrices of an attention."""
+        return self.hidden_size * (self.qkv_size + self.query_size)
+
+    @property
+    def mlp_weights(self) -> int:
+        """Elements of the two matrices of an MLP."""
+        return self.hidden_size * (self.fc1_size + self.ffn_size)
+
+    @property
     def rotary_dim(self) -> int:
         """Rotated columns of each head."""
         return int(self.head_dim * self.rotary_percent)

@@ -112,7 +112,7 @@ class SelfAttention(nn.Module):
         self.heads = local_heads(config, group)
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
-            config.query_size + 2 * config.query_groups * config.head_dim,
+            config.qkv_size,
             group=group,
             bias=config.add_bias_linear or config.add_qkv_bias,
             sequence_parallel=sequence_parallel,

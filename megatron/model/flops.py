@@ -19,11 +19,9 @@ def flops_per_batch(config: TransformerConfig, *, batch_size: int, sequence_leng
     vocabulary counts, since it is multiplied. For plain attention and an MLP of four times the hidden size h
     this is 72 B s L h^2 (1 + s/(12 h) + V/(12 L h)): https://arxiv.org/abs/2104.04473, with attention halved.
     """
-    hidden, tokens = config.hidden_size, batch_size * sequence_length
-    key_value_size = config.query_groups * config.head_dim
-    attention = hidden * (config.query_size + 2 * key_value_size) + config.query_size * hidden
-    mlp = hidden * config.ffn_size * (3 if config.gated else 2)
-    weights = config.num_layers * (attention + mlp) + hidden * padded_vocab_size
+    tokens = batch_size * sequence_length
+    layer = config.attention_weights + config.mlp_weights
+    weights = config.num_layers * layer + config.hidden_size * padded_vocab_size
     scores = config.num_layers * config.query_size * sequence_length
     return 6 * tokens * (weights + scores)
 
@@ -43,17 +41,13 @@ def parameter_count(config: TransformerConfig, vocab_size: int) -> int:
 
 
 def _layer_parameters(config: TransformerConfig) -> int:
-    hidden, head_dim = config.hidden_size, config.head_dim
-    qkv_rows = config.query_size + 2 * config.query_groups * head_dim
-    fc1_rows = config.ffn_size * (2 if config.gated else 1)
-    weights = hidden * (qkv_rows + config.query_size + fc1_rows + config.ffn_size)
-    biases = qkv_rows if config.add_bias_linear or config.add_qkv_bias else 0
+    biases = config.qkv_size if config.add_bias_linear or config.add_qkv_bias else 0
     if config.add_bias_linear:
-        biases += fc1_rows + 2 * hidden
-    norms = 2 * _norm_parameters(config, hidden)
+        biases += config.fc1_size + 2 * config.hidden_size
+    norms = 2 * _norm_parameters(config, config.hidden_size)
     if config.qk_layernorm:
-        norms += 2 * _norm_parameters(config, head_dim)
-    return weights + biases + norms
+        norms += 2 * _norm_parameters(config, config.head_dim)
+    return config.attention_weights + config.mlp_weights + biases + norms
 
 
 def _norm_parameters(config: TransformerConfig, size: int) -> int:
