@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.config.megatron_flags import _ALREADY_SO, known_flag
 from megatron.core.parallel_state import describe_groups
-from megatron.core.pipeline_parallel.schedule_plan import Schedule, build_plan
+from megatron.core.pipeline_parallel.schedule_plan import build_plan
 from megatron.core.pipeline_parallel.simulate import draw
 from megatron.core.rank_grid import RankGrid
 
@@ -68,7 +68,7 @@ def rank_map() -> str:
 
 
 def pipelines() -> str:
-    plans: list[tuple[Schedule, int]] = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2)]
+    plans: list[tuple[str, int]] = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2)]
     drawings = [
         draw(build_plan(schedule, num_stages=4, num_microbatches=8, num_chunks=chunks), num_chunks=chunks)
         for schedule, chunks in plans

@@ -15,10 +15,13 @@ from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.schedule_plan import (
     Action,
     Kind,
+    PipelineDeadlock,
     Plan,
+    backward,
     build_plan,
     check_plan,
     dependencies,
+    forward,
     microbatch_groups,
 )
 from megatron.core.pipeline_parallel.simulate import peak_live
@@ -321,6 +324,13 @@ def test_a_failure_names_stage_and_action_and_stops_all_ranks() -> None:
         run_distributed(fail_on_stage_one, 3, timeout=20.0)
     assert "FloatingPointError: not a number\nin the pipeline: stage 1, action F0.2" in str(failure.value)
     assert "no answer" not in str(failure.value)
+
+
+def test_a_plan_that_would_hang_is_refused_before_anything_runs() -> None:
+    executor, _ = make_executor(CommGroup.single("pipeline"), toy.layout_for(1, 1, 1))
+    plans = ((backward(0, 0), forward(0, 0)),)
+    with pytest.raises(PipelineDeadlock, match=r"stage 0, action B0\.0 waits for F0\.0 of stage 0"):
+        executor.run(plans, [0], lambda *_: pytest.fail("it ran"), divisors=toy.divisors(1))
 
 
 @pytest.mark.parametrize(

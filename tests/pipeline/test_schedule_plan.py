@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import get_args, get_type_hints
 
 import pytest
 
+from megatron.config.parallel import ParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import channel_messages, channels
 from megatron.core.pipeline_parallel.schedule_plan import (
+    SCHEDULES,
     Action,
     Kind,
     PipelineDeadlock,
@@ -144,19 +147,22 @@ def test_the_textbook_groups_with_a_remainder_would_deadlock(monkeypatch: pytest
 # ---------------------------------------------------------------------------------------------------
 
 
-def test_gpipe_with_virtual_stages_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--pipeline-schedule gpipe .* use --pipeline-schedule 1f1b"):
-        build_plan("gpipe", num_stages=2, num_microbatches=2, num_chunks=2)
+def test_the_configuration_offers_schedules_that_exist() -> None:
+    offered = get_args(get_type_hints(ParallelConfig)["pipeline_schedule"])
+    assert {*offered, "forward_only"} == SCHEDULES.keys()
 
 
-def test_a_group_smaller_than_the_pipeline_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(3\) must be at least --pipeline-model-parallel-size \(4\)"):
-        build_plan("1f1b", num_stages=4, num_microbatches=8, num_chunks=2, group_size=3)
-
-
-def test_a_step_without_micro_batches_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one micro-batch"):
-        build_plan("1f1b", num_stages=4, num_microbatches=0)
+@pytest.mark.parametrize(
+    "schedule, sizes",
+    [
+        ("gpipe", {"num_stages": 2, "num_microbatches": 2, "num_chunks": 2}),
+        ("1f1b", {"num_stages": 4, "num_microbatches": 8, "num_chunks": 2, "group_size": 3}),
+        ("1f1b", {"num_stages": 4, "num_microbatches": 0}),
+    ],
+)
+def test_what_the_configuration_refuses_is_not_built(schedule: str, sizes: dict[str, int]) -> None:
+    with pytest.raises(AssertionError):
+        build_plan(schedule, **sizes)
 
 
 # ---------------------------------------------------------------------------------------------------

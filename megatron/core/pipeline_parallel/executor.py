@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from megatron.config.pipeline_layout import StageLayout
 from megatron.core.comm_group import CommGroup
 from megatron.core.pipeline_parallel.p2p_communication import Exchange, PipelineCommunicator
-from megatron.core.pipeline_parallel.schedule_plan import Action, Kind, Plan
+from megatron.core.pipeline_parallel.schedule_plan import Action, Kind, Plan, check_plan
 
 BatchT = TypeVar("BatchT")
 # The name of a part of the work -> a context that times it
@@ -56,6 +56,7 @@ class PipelineExecutor:
         self._stage = group.rank
         self._chunks = tuple(chunks)
         self._layouts = tuple(layouts)
+        self._checked: dict[bool, Plan] = {}  # by `forward_only`: training and evaluation take turns
         self._communicator = PipelineCommunicator(
             group,
             num_chunks=len(chunks),
@@ -92,9 +93,17 @@ class PipelineExecutor:
 
         Returns:
             The undivided, unscaled loss terms of each micro-batch on the stage with the output; else [].
+
+        Raises:
+            ValueError: a plan that was not run before does not compute everything once, or can not run to its end. On
+                all ranks, before anything is sent.
         """
         communicator = self._communicator
         assert len(plans) == communicator.group.size, (len(plans), communicator.group.size)
+        if self._checked.get(forward_only) is not plans:
+            num_chunks = len(self._chunks)
+            check_plan(plans, num_microbatches=len(microbatches), num_chunks=num_chunks, forward_only=forward_only)
+            self._checked[forward_only] = plans
         run = _Run(
             chunks=self._chunks,
             layouts=self._layouts,

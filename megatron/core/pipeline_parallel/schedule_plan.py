@@ -12,16 +12,11 @@ Letters: p stages, s the index of one of them, m micro-batches, v model chunks o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import chain, pairwise, product
-from typing import Literal
-
-from megatron.config.problems import UserError
-
-Schedule = Literal["1f1b", "gpipe", "forward_only"]
 
 
 class Kind(Enum):
@@ -66,18 +61,16 @@ def backward(chunk: int, microbatch: int) -> Action:
 # --------------------------------------------------------------------------------------------------
 
 
-def no_pipelining(m: int) -> StagePlan:
-    """Gradient accumulation on one stage: each micro-batch forward, then backward, one alive at a time."""
-    return tuple(action for i in range(m) for action in (forward(0, i), backward(0, i)))
-
-
-def gpipe(p: int, s: int, m: int) -> StagePlan:
+def gpipe(m: int) -> StagePlan:
     """All forwards, then all backwards: all `m` micro-batches are alive at once, on every stage."""
     return tuple(forward(0, i) for i in range(m)) + tuple(backward(0, i) for i in range(m))
 
 
 def one_forward_one_backward(p: int, s: int, m: int) -> StagePlan:
-    """1F1B (PipeDream-Flush): at most `p - s` micro-batches are alive on stage `s`, whatever `m` is."""
+    """1F1B (PipeDream-Flush): at most `p - s` micro-batches are alive on stage `s`, whatever `m` is.
+
+    On one stage that is plain gradient accumulation: each micro-batch forward, then backward.
+    """
     warmup = min(p - s - 1, m)
     forwards = [forward(0, i) for i in range(m)]
     backwards = [backward(0, i) for i in range(m)]
@@ -136,10 +129,18 @@ def _warmup_steady_cooldown(forwards: list[Action], backwards: list[Action], war
 # Whole plans
 # --------------------------------------------------------------------------------------------------
 
+# The plan of stage s as a function of (p, s, m, v, group_size). A further schedule is one more entry, and its name one
+# more value of `--pipeline-schedule`.
+SCHEDULES: Mapping[str, Callable[[int, int, int, int, int], StagePlan]] = {
+    "1f1b": lambda p, s, m, v, g: interleaved(p, s, m, v, g) if v > 1 else one_forward_one_backward(p, s, m),
+    "gpipe": lambda p, s, m, v, g: gpipe(m),
+    "forward_only": forward_only,
+}
+
 
 @lru_cache(maxsize=64)
 def build_plan(
-    schedule: Schedule,
+    schedule: str,
     *,
     num_stages: int,
     num_microbatches: int,
@@ -149,42 +150,18 @@ def build_plan(
     """The plan of every stage.
 
     Args:
-        schedule: "1f1b" (plain gradient accumulation on one stage, interleaved with several chunks), "gpipe",
-            or "forward_only" for validation.
-        num_chunks: model chunks on each stage (virtual stages).
-        group_size: micro-batches that pass one chunk before the next chunk's turn; None: as many as stages.
-
-    Raises:
-        ValueError: the schedule cannot do what is asked.
+        schedule: one of `SCHEDULES`: "1f1b" (interleaved with several chunks), "gpipe", or "forward_only" for
+            validation.
+        num_chunks: model chunks on each stage (virtual stages); more than one asks for a schedule that interleaves.
+        group_size: micro-batches that pass one chunk before the next chunk's turn, at least as many as stages; None:
+            as many as stages.
     """
     p, m, v = num_stages, num_microbatches, num_chunks
-    assert min(p, v) >= 1, (p, v)
-    if m < 1:
-        raise UserError(
-            f"a step needs at least one micro-batch, but there are {m}: --global-batch-size must be a "
-            "multiple of --micro-batch-size x data-parallel size"
-        )
-    if schedule == "gpipe" and v > 1:
-        raise UserError(
-            f"--pipeline-schedule gpipe runs one model chunk on each stage, but virtual stages ask for {v}: "
-            "use --pipeline-schedule 1f1b, or no virtual stages"
-        )
     group_size = p if group_size is None else group_size
-    if group_size < p:
-        raise UserError(
-            f"--microbatch-group-size-per-virtual-pipeline-stage ({group_size}) must be at least "
-            f"--pipeline-model-parallel-size ({p}), or stages wait for each other: use {p} or more"
-        )
-    stages = range(p)
-    if schedule == "forward_only":
-        return tuple(forward_only(p, s, m, v, group_size) for s in stages)
-    if schedule == "gpipe":
-        return tuple(gpipe(p, s, m) for s in stages)
-    if v > 1:
-        return tuple(interleaved(p, s, m, v, group_size) for s in stages)
-    if p > 1:
-        return tuple(one_forward_one_backward(p, s, m) for s in stages)
-    return (no_pipelining(m),)
+    assert min(p, m, v) >= 1, (p, m, v)
+    assert v == 1 or schedule != "gpipe", "GPipe does not interleave"
+    assert group_size >= p, (group_size, p)
+    return tuple(SCHEDULES[schedule](p, s, m, v, group_size) for s in range(p))
 
 
 def producer(stage: int, action: Action, num_stages: int, num_chunks: int) -> tuple[int, Action] | None:
@@ -201,8 +178,7 @@ def consumer(stage: int, action: Action, num_stages: int, num_chunks: int) -> tu
 def _chunk_away(
     stage: int, action: Action, num_stages: int, num_chunks: int, distance: int
 ) -> tuple[int, Action] | None:
-    """The same micro-batch, `distance` chunks on. In the order of the model, chunk c of stage s is c p +
-    s."""
+    """The same micro-batch, `distance` chunks on. In the order of the model, chunk c of stage s is c p + s."""
     position = action.chunk * num_stages + stage + distance
     if not 0 <= position < num_stages * num_chunks:
         return None
@@ -268,6 +244,6 @@ def check_plan(plans: Plan, *, num_microbatches: int, num_chunks: int = 1, forwa
         }
         for fault, actions in faults.items():
             if actions:
-                raise UserError(f"plan of stage {stage}: {fault}: {', '.join(sorted(map(str, actions)))}")
+                raise ValueError(f"plan of stage {stage}: {fault}: {', '.join(sorted(map(str, actions)))}")
     for _ in execution_order(plans, num_chunks):
         pass
