@@ -58,16 +58,9 @@ took
 
 step "6/7 the loss, beside what pairs of tokens alone could reach"
 python tools/bigram_entropy.py --data-path "$folder/corpus_text_document" --split 95,5,0 --part valid \
-    | tee "$folder/bigram.txt"
-bigram=$(sed -E 's/.*: ([0-9.]+) nats.*/\1/' "$folder/bigram.txt")
-validation=$(grep -o '"lm loss validation": [0-9.]*' "$folder/log.jsonl" | tail -n 1 | sed 's/.*: //')
+    --log-json "$folder/log.jsonl" | tee "$folder/bigram.txt"
+bigram=$(sed -nE 's/.*: ([0-9.]+) nats.*/\1/p' "$folder/bigram.txt")
 python tools/plot_loss.py "$folder/log.jsonl" --output "$folder/loss.png" --line "bigram entropy=$bigram"
-if awk "BEGIN { exit !($validation < $bigram) }"; then
-    echo "validation loss $validation is below it: the model has learned more than pairs of tokens"
-else
-    echo "error: validation loss $validation is not below it: the model has learned less than pairs of tokens" >&2
-    exit 1
-fi
 took
 
 step "7/7 a sample of the trained model"
