@@ -52,9 +52,10 @@ class CheckpointConfig:
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
-        for name, value in {"--save-interval": self.save_interval, "--ckpt-step": self.ckpt_step}.items():
-            if value is not None and value < (1 if name == "--save-interval" else 0):
-                yield Problem(flags=(name,), value=value, rule="must be at least 1")
+        smallest = {"--save-interval": (self.save_interval, 1), "--ckpt-step": (self.ckpt_step, 0)}
+        for name, (value, least) in smallest.items():
+            if value is not None and value < least:
+                yield Problem(flags=(name,), value=value, rule=f"must be at least {least}", works=f"{name} {least}")
         if self.save_interval is not None and self.save is None:
             yield Problem(
                 flags=("--save-interval", "--save"),

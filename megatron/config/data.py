@@ -109,7 +109,7 @@ class DataConfig:
                 flags=("--split",),
                 value=repr(self.split),
                 rule=str(error),
-                works="--split 969,30,1 or --split 100,0,0",
+                works=f"--split {DEFAULT_SPLIT.replace(' ', '')} or --split 100,0,0",
             )
         for name in _PATH_FIELDS:
             try:
@@ -138,7 +138,7 @@ class DataConfig:
                 flags=("--split",),
                 value=self.split,
                 rule="there is nothing to train on: the first share is 0",
-                works="--split 969,30,1 or --split 100,0,0",
+                works=f"--split {DEFAULT_SPLIT.replace(' ', '')} or --split 100,0,0",
             )
 
     def file_problems(self) -> Iterator[Problem]:

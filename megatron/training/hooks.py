@@ -292,9 +292,10 @@ class Exits(Hook):
             # Ranks see clocks and signals at different moments: they agree, so that all leave together.
             wish = torch.tensor([self._received, late], dtype=torch.int32, device=run.device)
             all_reduce_(wish, run.state.world, "max")
-            if wish[0] and self._signal is not None:
+            received, late = wish.tolist()
+            if received and self._signal is not None:
                 run.stop(f"received {self._signal.name}")
-            if wish[1]:
+            if late:
                 run.stop(f"ran for --exit-duration-in-mins {self._minutes:g}")
         if self._interval is not None and report.iteration % self._interval == 0:
             run.stop(f"reached --exit-interval {self._interval}")

@@ -189,6 +189,7 @@ REFUSED = [
     ("--save-interval 10", "", None, ["--save-interval 10", "--save DIR"]),
     ("--finetune", "", None, ["--finetune", "--load DIR"]),
     ("--ckpt-step 3", "", None, ["--ckpt-step 3", "--load DIR"]),
+    ("--load c --ckpt-step -1", "", None, ["--ckpt-step -1", "must be at least 0", "--ckpt-step 0"]),
     ("--no-load-optim", "", None, ["--no-load-optim", "--load DIR"]),
     (
         "--load x --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
