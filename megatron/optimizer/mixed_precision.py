@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.grad_buffer import BufferEntry, GradBuffer
+from megatron.core.distributed.grad_buffer import GradBuffer
 from megatron.core.kernels.adam import HyperRun
 from megatron.core.shard import NamedTensor, shard_of
 from megatron.optimizer.clip_grads import merge_runs, owned_runs
 from megatron.optimizer.update_rule import FlatStep, UpdateRule
 
 
-def decays(entry: BufferEntry) -> bool:
+def decays(parameter: Tensor) -> bool:
     """Whether weight decay applies: to matrices, not to biases nor to any norm, which are all vectors."""
-    return len(shard_of(entry.parameter).global_shape) > 1 and not entry.name.endswith("bias")
+    return len(shard_of(parameter).global_shape) > 1
 
 
 class MainParameters:
@@ -53,7 +53,7 @@ class MainParameters:
         starts = [entry.start for entry in self.buffer.entries] + [self.buffer.parameters.numel()]
         runs: list[HyperRun] = []
         for entry, start, stop in zip(self.buffer.entries, starts, starts[1:]):
-            run = HyperRun(length=stop - start, weight_decay_multiplier=1.0 if decays(entry) else 0.0)
+            run = HyperRun(length=stop - start, weight_decay_multiplier=1.0 if decays(entry.parameter) else 0.0)
             if runs and runs[-1].weight_decay_multiplier == run.weight_decay_multiplier:
                 last = runs.pop()
                 run = HyperRun(length=last.length + run.length, weight_decay_multiplier=run.weight_decay_multiplier)

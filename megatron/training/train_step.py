@@ -51,7 +51,7 @@ def train_step(run: Run) -> StepReport:
         if run.looks_for_nan:
             faults = non_finite_gradients(run.chunks)
         with run.timers("grads-reduce"):
-            finalize_model_grads(run.chunks, tensor=state.tensor, embedding=state.embedding, data=state.data_context)
+            finalize_model_grads(run.chunks, tensor=state.tensor, embedding=state.embedding)
         with run.timers("optimizer"):
             update = optimizer.step()
         losses = mean_losses(sums, counts, state.data_context)

@@ -156,7 +156,7 @@ def train(rank: int, world_size: int, micro_batch: int) -> dict[str, np.ndarray]
         tokens, targets = (part.chunk(world_size)[rank] for part in toy_batch(step))
         for micro in zip(tokens.split(micro_batch), targets.split(micro_batch)):
             (loss_sum(chunk, *micro) / 12).backward()
-        finalize_model_grads([chunk], tensor=state.tensor, embedding=state.embedding, data=state.data)
+        finalize_model_grads([chunk], tensor=state.tensor, embedding=state.embedding)
         results[f"norm {step}"] = torch.tensor(optimizer.step().grad_norm, dtype=torch.float64)
         results |= {f"{n} gradient {step}": main_grad_of(p).clone() for n, p in model.named_parameters()}
     results |= {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -175,10 +175,3 @@ def test_data_parallel_ranks_and_micro_batches_change_nothing(data: int, micro_b
         assert_all_parity(results, alone)
         for name, tensor in results.items():
             assert_bitwise(tensor, ranks[0][name], f"{name}: data-parallel ranks drift apart")
-
-
-def test_the_groups_must_be_the_ones_of_the_chunks() -> None:
-    chunk = data_parallel(toy_model())
-    single = CommGroup.single("data", global_rank=1)
-    with pytest.raises(AssertionError, match="reduces over"):
-        finalize_model_grads([chunk], tensor=single, embedding=None, data=single)

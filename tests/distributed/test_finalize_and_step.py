@@ -87,7 +87,7 @@ def check_steps(
     for step in range(3):
         chunk.zero_grad_buffer()
         toy_shards.set_raw_gradients(chunk, state, step)
-        finalize_model_grads([chunk], tensor=state.tensor, embedding=state.embedding, data=state.data)
+        finalize_model_grads([chunk], tensor=state.tensor, embedding=state.embedding)
         truth = toy_shards.true_gradients(layout, step)
         for parameter in chunk.trainable_parameters():
             assert_my_part(parameter, main_grad_of(parameter), truth[shard_of(parameter).name], "gradient")
@@ -148,7 +148,7 @@ def two_stages(rank: int, world_size: int, frozen_stage: int | None) -> tuple[fl
     optimizer.set_schedule(1.0, 0.0)
     for parameter in chunk.trainable_parameters():
         main_grad_of(parameter).fill_(3.0 + rank)
-    finalize_model_grads([chunk], tensor=state.tensor, embedding=state.embedding, data=state.data)
+    finalize_model_grads([chunk], tensor=state.tensor, embedding=state.embedding)
     report = optimizer.step()
     return report.grad_norm, -float(module.weight.detach())
 
@@ -175,7 +175,7 @@ def overflow_on_one_rank(rank: int, world_size: int) -> tuple[bool, float]:
         split = next(p for p in chunk.trainable_parameters() if "fc1.weight" in shard_of(p).name)
         main_grad_of(split)[0, 0] = math.nan
     before = [parameter.detach().clone() for parameter in chunk.trainable_parameters()]
-    finalize_model_grads([chunk], tensor=state.tensor, embedding=state.embedding, data=state.data)
+    finalize_model_grads([chunk], tensor=state.tensor, embedding=state.embedding)
     report = optimizer.step()
     assert all(torch.equal(p, old) for p, old in zip(chunk.trainable_parameters(), before))
     return report.applied, report.grad_norm
@@ -213,7 +213,7 @@ def collectives_of_finalize(rank: int, world_size: int, layout: Layout) -> list[
         return original(tensor, group, *arguments, **keywords)
 
     collectives.all_reduce_ = counting
-    finalize_model_grads([chunk], tensor=state.tensor, embedding=state.embedding, data=state.data)
+    finalize_model_grads([chunk], tensor=state.tensor, embedding=state.embedding)
     return sizes
 
 

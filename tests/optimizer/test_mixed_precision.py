@@ -192,7 +192,7 @@ def test_float64_training_makes_no_tensor_of_another_floating_point_type(rule: s
         for _ in range(2):
             chunk.zero_grad_buffer()
             loss_sum(chunk, tokens, targets).backward()
-            finalize_model_grads([chunk], tensor=single, embedding=None, data=single)
+            finalize_model_grads([chunk], tensor=single, embedding=None)
             optimizer.set_schedule(0.01, 0.1)
             assert optimizer.step().applied
     assert seen.expected

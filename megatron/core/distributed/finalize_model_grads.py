@@ -7,13 +7,11 @@ After the last backward pass of a step, once, and in this order:
 1. Partial gradients over the tensor-parallel group. Under sequence parallelism each rank saw only its part of
    the sequence at the norms and row-parallel biases, and only its heads at the norms of queries and keys:
    each has a partial sum.
-2. Replicated key and value heads over the tensor-parallel group. With fewer groups of them than ranks,
-   several
-   ranks hold a group, each for its own query heads: partial sums again, but of some rows of a parameter that
-   is otherwise split.
-3. Tied embeddings over the embedding group. The first stage has the gradient of looking tokens up, the last
-   one
-   that of the output layer: one parameter, two summands.
+2. Replicated key and value heads over the tensor-parallel group. With fewer groups of them than ranks, several ranks
+   hold a group, each for its own query heads: partial sums again, but of some rows of a parameter that is otherwise
+   split.
+3. Tied embeddings over the embedding group. The first stage has the gradient of looking tokens up, the last one that
+   of the output layer: one parameter, two summands.
 4. Everything over the data-parallel group, in place in the buffers.
 
 All are sums in place in `main_grad`, so none may run twice, nor before the last micro-batch: the second time
@@ -45,14 +43,14 @@ def finalize_model_grads(
     *,
     tensor: CommGroup,
     embedding: CommGroup | None,
-    data: CommGroup,
 ) -> None:
-    """Sum gradients over whatever each was split over. See Note [Gradient finalization order].
+    """Sum gradients over whatever each was split over, at last over each chunk's own `data_group`.
+
+    See Note [Gradient finalization order].
 
     Args:
         chunks: the model chunks of this rank, in the same order on all ranks of its tensor-parallel group.
         embedding: first and last stage; None on a stage between them.
-        data: the ranks that saw other samples; the chunks' own `data_group`.
     """
     if tensor.size > 1:
         _sum_partial_gradients(chunks, tensor)
@@ -60,7 +58,6 @@ def finalize_model_grads(
     if embedding is not None and embedding.size > 1:
         _sum_tied_gradients(chunks, embedding)
     for chunk in chunks:
-        assert chunk.data_group == data, f"the chunk reduces over {chunk.data_group.ranks}, not {data.ranks}"
         chunk.reduce_gradients()
 
 
