@@ -10,6 +10,10 @@ from megatron.config.options import flag
 from megatron.config.pipeline_layout import not_interleaved
 from megatron.config.problems import Problem
 
+# Tensor-parallel ranks, which talk most, are neighbours on one node.
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+PIPELINE_BEFORE_DATA_ORDER = "tp-cp-ep-pp-dp"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
@@ -56,7 +60,7 @@ class ParallelConfig:
         metadata=flag("Interleave: micro-batches a chunk takes in a row; the number of stages when not given."),
     )
     use_tp_pp_dp_mapping: bool = field(
-        default=False, metadata=flag("Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp.")
+        default=False, metadata=flag(f"Order ranks {PIPELINE_BEFORE_DATA_ORDER} instead of {DEFAULT_ORDER}.")
     )
     distributed_backend: Literal["nccl", "gloo"] | None = field(
         default=None, metadata=flag("Communication library; nccl on GPUs and gloo on CPUs when not given.")
@@ -69,6 +73,11 @@ class ParallelConfig:
         default=False,
         metadata=flag("Print the map of ranks and groups; with --world-size needs no launcher."),
     )
+
+    @property
+    def rank_order(self) -> str:
+        """The axes of the ranks, from the one that changes fastest to the slowest."""
+        return PIPELINE_BEFORE_DATA_ORDER if self.use_tp_pp_dp_mapping else DEFAULT_ORDER
 
     @property
     def model_parallel_size(self) -> int:

@@ -11,9 +11,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron.config.parallel import DEFAULT_ORDER
 from megatron.config.problems import UserError
 from megatron.core.comm_group import CommGroup
-from megatron.core.rank_grid import DEFAULT_ORDER, RankGrid
+from megatron.core.rank_grid import RankGrid
 
 _parallel_state: ParallelState | None = None
 

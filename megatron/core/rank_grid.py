@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from megatron.config.parallel import DEFAULT_ORDER
 from megatron.config.problems import UserError
-
-DEFAULT_ORDER = "tp-cp-ep-dp-pp"
-PIPELINE_BEFORE_DATA_ORDER = "tp-cp-ep-pp-dp"
 
 
 @dataclass(frozen=True, kw_only=True)

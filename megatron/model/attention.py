@@ -180,14 +180,14 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Each query's mean of the values: [s, b, a/t, d] and twice [s, b, g/t, d] -> [s, b, a d/t]."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, a/t or g/t, s, d]
-        probability = 0.0 if dropout is None else self.dropout_probability
-        if dropout is None or probability == 0.0 or self.fast_dropout:
+        if dropout is None or self.dropout_probability == 0.0 or self.fast_dropout:
+            probability = 0.0 if dropout is None else self.dropout_probability
             context = fused_attention(query, key, value, mask, dropout_probability=probability)
         else:
             weights = attention_weights(query, key, mask)
             weights = attention_dropout(
                 weights,
-                probability,
+                self.dropout_probability,
                 dropout,
                 layer=self.layer,
                 site=ATTENTION_WEIGHTS,

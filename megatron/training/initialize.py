@@ -28,7 +28,6 @@ from megatron.config.problems import ConfigError, UserError
 from megatron.core import device as devices
 from megatron.core import parallel_state
 from megatron.core.parallel_state import ParallelState
-from megatron.core.rank_grid import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER
 from megatron.core.tensor_parallel.random import RngStateTracker, model_parallel_rng_tracker
 
 # Ranks of a node that `--print-parallel-groups --world-size N` assumes when nothing was launched.
@@ -227,13 +226,12 @@ def _initialize(
     logging.getLogger("megatron").setLevel(logging.INFO if launch.local_rank == 0 else logging.ERROR)
     parallel = config.parallel
     world_size = parallel.world_size or launch.world_size
-    order = PIPELINE_BEFORE_DATA_ORDER if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER
     grid = parallel_state.grid_of_world(
         world_size,
         tensor=parallel.tensor_model_parallel_size,
         pipeline=parallel.pipeline_model_parallel_size,
         context=parallel.context_parallel_size,
-        order=order,
+        order=parallel.rank_order,
     )
     if world_size != launch.world_size:
         if not parallel.print_parallel_groups or launch.launched:
@@ -256,7 +254,7 @@ def _initialize(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
-        order=order,
+        order=parallel.rank_order,
         nodes=nodes,
         timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
     )

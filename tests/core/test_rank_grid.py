@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.parallel import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER
 from megatron.core.parallel_state import describe_groups, grid_of_world
-from megatron.core.rank_grid import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER, RankGrid
+from megatron.core.rank_grid import RankGrid
 
 TABLES: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "fixtures" / "tables" / "rank_groups.json").read_text()

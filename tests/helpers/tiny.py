@@ -15,7 +15,6 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.megatron_config import MegatronConfig
 from megatron.core.distributed.grad_buffer import main_grad_of
 from megatron.core.parallel_state import build_parallel_state, grid_of_world
-from megatron.core.rank_grid import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER
 from megatron.core.shard import Shard, shard_of
 from megatron.training.gpt import gpt_datasets, gpt_model
 from megatron.training.initialize import MegatronContext
@@ -56,7 +55,7 @@ def context_of_rank(config: MegatronConfig, rank: int, world_size: int) -> Megat
         world_size,
         tensor=parallel.tensor_model_parallel_size,
         pipeline=parallel.pipeline_model_parallel_size,
-        order=PIPELINE_BEFORE_DATA_ORDER if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        order=parallel.rank_order,
     )
     return MegatronContext(
         config=config,
