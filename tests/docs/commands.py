@@ -88,12 +88,12 @@ def check_torchrun(words: Sequence[str]) -> None:
 
 
 def check_slurm(program: str, words: Sequence[str]) -> None:
-    """`srun OPTIONS python pretrain_gpt.py …` or `sbatch OPTIONS SCRIPT …`, options with a value as a word each."""
+    """`srun OPTIONS python pretrain_gpt.py …` or `sbatch OPTIONS SCRIPT …`, options as `--name value` or `--name=value`."""
     options: dict[str, str] = {}
     rest = list(words)
     while rest[0].startswith("--"):
-        options[rest[0]] = rest[1]
-        rest = rest[2:]
+        name, equals, value = rest.pop(0).partition("=")
+        options[name] = value if equals else rest.pop(0)
     if program == "sbatch":
         check_batch_script(ROOT / rest[0], rest[1:], num_nodes=int(options["--nodes"]))
         return
