@@ -27,8 +27,12 @@ def choose_backend(requested: Backend | None) -> Backend:
     return requested
 
 
-def choose_device(backend: Backend, local_rank: int) -> torch.device:
+def choose_device(backend: Backend, local_rank: int, *, gpu_per_task: bool = False) -> torch.device:
     """The GPU with the number of the local rank, or the CPU under gloo.
+
+    Args:
+        gpu_per_task: the launcher gives each process a GPU of its own (`srun --gpus-per-task 1`), the only one that it
+            sees.
 
     Raises:
         ValueError: the node has fewer GPUs than ranks.
@@ -36,9 +40,12 @@ def choose_device(backend: Backend, local_rank: int) -> torch.device:
     if backend == "gloo":
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if gpu_per_task and count == 1:
+        return torch.device("cuda", 0)
     if local_rank >= count:
         raise UserError(
             f"local rank {local_rank} has no GPU: {count} GPU(s) are visible on this node; "
-            f"start at most {count} processes per node (torchrun --nproc-per-node {count})"
+            f"start at most {count} processes per node (torchrun --nproc-per-node {count}), or let Slurm give each task "
+            f"a GPU of its own (srun --gpus-per-task 1)"
         )
     return torch.device("cuda", local_rank)

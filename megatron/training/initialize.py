@@ -84,6 +84,7 @@ class LaunchEnvironment:
     hosts_store: bool = False
     attempt: str = "0"
     slurm: bool = False
+    gpu_per_task: bool = False
 
 
 class LaunchError(UserError):
@@ -141,6 +142,7 @@ def read_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
         **values,
         launched=True,
         slurm=slurm,
+        gpu_per_task=slurm and environment.get("SLURM_GPUS_PER_TASK") == "1",
         node=socket.gethostname() + (f"#{environment['GROUP_RANK']}" if "GROUP_RANK" in environment else ""),
         master_addr=environment["MASTER_ADDR"],
         master_port=int(environment["MASTER_PORT"]),
@@ -244,7 +246,7 @@ def _initialize(
         sys.exit(0)
     try:
         backend = devices.choose_backend(parallel.distributed_backend)
-        device = devices.choose_device(backend, launch.local_rank)
+        device = devices.choose_device(backend, launch.local_rank, gpu_per_task=launch.gpu_per_task)
     except ValueError as error:
         raise LaunchError(str(error), speaks=launch.local_rank == 0) from error
     nodes, store = ["node0"], None

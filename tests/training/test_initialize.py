@@ -76,6 +76,8 @@ def test_rank_0_hosts_the_store_where_no_agent_does() -> None:
 
 def test_variables_of_slurm() -> None:
     launch = read_launch_environment(SLURM)
+    assert not launch.gpu_per_task
+    assert read_launch_environment({**SLURM, "SLURM_GPUS_PER_TASK": "1"}).gpu_per_task
     assert (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size) == (0, 16, 0, 8)
     assert launch.launched
     assert launch.slurm
