@@ -89,6 +89,8 @@ def main() -> None:
     options = parser.parse_args()
     files = {field: path for field in TOKENIZER_FILES if (path := getattr(options, field)) is not None}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.num_tokens < 1:
+        sys.exit(f"generate_text.py: error: --num-tokens ({options.num_tokens}) must be at least 1")
     try:
         sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
         model, tokenizer, config = load_model(options.load, options.ckpt_step, files, device)

@@ -20,7 +20,10 @@ def read_curves(path: Path) -> dict[str, dict[int, float]]:
     """Each loss by iteration. An iteration that was run again after a resume counts as it was run last."""
     curves: dict[str, dict[int, float]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:  # the line that a killed run was writing
+            continue
         for name, value in row.items():
             if "loss" in name and name != "loss_scale":
                 curves.setdefault(name, {})[row["iteration"]] = float(value)
@@ -35,7 +38,10 @@ def main() -> None:
     options = parser.parse_args()
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for path in options.logs:
-        curves = read_curves(path)
+        try:
+            curves = read_curves(path)
+        except (OSError, UnicodeDecodeError) as error:
+            sys.exit(f"plot_loss.py: error: {path} can not be read: {error}")
         if not curves:
             sys.exit(f"plot_loss.py: error: {path} holds no loss; it must be a file written by --log-json")
         for name, curve in curves.items():

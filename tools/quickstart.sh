@@ -33,7 +33,7 @@ training=(
     --data-path "$folder/corpus_text_document" --split 95,5,0
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$folder/tokenizer.model"
     --micro-batch-size 4 --global-batch-size 8 --train-iters $((2 * half))
-    --lr 4e-3 --min-lr 1e-4 --lr-warmup-iters 50 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
+    --lr 4e-3 --min-lr 1e-4 --lr-warmup-fraction 0.08 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
     --eval-interval $half --eval-iters 10 --log-interval 20
     --save "$folder/checkpoints" --load "$folder/checkpoints" --load-if-exists
     --log-json "$folder/log.jsonl" --tensorboard-dir "$folder/tensorboard"

@@ -75,8 +75,13 @@ def parse_arguments(
         raise SystemExit(0)
     reader = _Reader(extra_options=_extra_options(extra))
     reader.read_entries([Entry(key=k, value=v, section="", origin="program") for k, v in (defaults or {}).items()])
-    flags, config_file, print_config = _take_own_flags(_split(words))
-    if config_file is not None:
+    flags, config_files, print_config = _take_own_flags(_split(words))
+    if len(config_files) > 1:
+        rule = "are several files, and a run has one"
+        reader.problems.append(
+            Problem(flags=("--config",), value=" ".join(config_files), rule=rule, works="one of them")
+        )
+    for config_file in config_files[:1]:
         entries, problems = read_yaml(config_file, section_classes())
         reader.problems += problems
         reader.read_entries(entries)
@@ -171,17 +176,17 @@ def _split(words: Iterable[str]) -> list[_Group]:
     return groups
 
 
-def _take_own_flags(groups: list[_Group]) -> tuple[list[_Group], str | None, bool]:
-    """What is left without --config FILE and --print-config, the file, and whether to print."""
-    rest, config_file, print_config = [], None, False
+def _take_own_flags(groups: list[_Group]) -> tuple[list[_Group], list[str], bool]:
+    """What is left without --config FILE and --print-config, the files, and whether to print."""
+    rest, config_files, print_config = [], [], False
     for group in groups:
         if _normal(group.name) == _CONFIG and len(group.words) == 1:
-            config_file = group.words[0]
+            config_files.append(group.words[0])
         elif _normal(group.name) == _PRINT_CONFIG and not group.words:
             print_config = True
         else:
             rest.append(group)
-    return rest, config_file, print_config
+    return rest, config_files, print_config
 
 
 # ---- reading ----

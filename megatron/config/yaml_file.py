@@ -31,7 +31,10 @@ def read_yaml(path: str, sections: Mapping[str, object]) -> tuple[list[Entry], l
     file = Path(path)
     if not file.is_file():
         return [], [Problem(flags=("--config",), value=path, rule="no such file", works="a YAML file")]
-    loader = yaml.SafeLoader(file.read_text(encoding="utf-8"))
+    try:
+        loader = yaml.SafeLoader(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return [], [Problem(flags=("--config",), value=path, rule=f"is not text in UTF-8: {error}")]
     try:
         root = loader.get_single_node()
         if root is None:

@@ -34,6 +34,8 @@ class SentencePieceTokenizer:
             model_file, flag="--tokenizer-model", tokenizer_type=name, what="a SentencePiece .model file"
         )
         try:
+            if not model:  # the library takes no model for one that comes later
+                raise RuntimeError("it is empty")
             self._processor = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise UserError(

@@ -32,6 +32,10 @@ def exit_on_user_error(context: MegatronContext) -> Iterator[None]:
         if _first_to_say(context, text):
             print(f"{Path(sys.argv[0]).name}: error: {text} (rank {context.state.rank})", file=sys.stderr, flush=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        if context.state.rank == 0:
+            print("interrupted; the last checkpoint stays as it is", file=sys.stderr, flush=True)
+        sys.exit(130)
 
 
 def _first_to_say(context: MegatronContext, text: str) -> bool:

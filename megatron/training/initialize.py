@@ -30,6 +30,8 @@ from megatron.core import parallel_state
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel.random import RngStateTracker, model_parallel_rng_tracker
 
+# Seconds that a rank which says nothing waits for the one that says why the program ends.
+_PATIENCE = 5.0
 # Ranks of a node that `--print-parallel-groups --world-size N` assumes when nothing was launched.
 DEFAULT_RANKS_PER_NODE = 8
 
@@ -203,6 +205,8 @@ def _or_exit(start: Callable[[], MegatronContext]) -> MegatronContext:
         first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
         if error.speaks if isinstance(error, LaunchError) else first:
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        else:  # a launcher ends all ranks when the first one leaves: let the one that speaks be that one
+            time.sleep(_PATIENCE)
         sys.exit(2)
 
 

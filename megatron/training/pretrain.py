@@ -189,6 +189,8 @@ def train(run: Run) -> None:
         for hook in run.hooks:
             hook.on_start(run)
         end = 0 if run.config.training.skip_train else run.train_iters
+        if not run.config.training.skip_train and run.progress.iteration >= end:
+            run.print(f"nothing to train: {run.progress.iteration} of {end} iterations are done")
         while run.progress.iteration < end and run.stop_reason is None:
             report = train_step(run)
             for hook in run.hooks:

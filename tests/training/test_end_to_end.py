@@ -102,16 +102,8 @@ def test_two_agents_train_over_two_nodes(tmp_path: Path) -> None:
 def test_a_users_own_script_with_own_data_model_loss_and_arguments(tmp_path: Path) -> None:
     arguments = [
         *("--my-period", "5", "--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "1"),
-        *(
-            "--seq-length",
-            "8",
-            "--max-position-embeddings",
-            "8",
-            "--micro-batch-size",
-            "4",
-            "--global-batch-size",
-            "16",
-        ),
+        *("--seq-length", "8", "--max-position-embeddings", "8", "--micro-batch-size", "4"),
+        *("--global-batch-size", "16"),
         *("--tokenizer-type", "NullTokenizer", "--vocab-size", "11", "--mock-data", "--train-iters", "60"),
         *("--lr", "5e-2", "--lr-decay-style", "constant", "--weight-decay", "0", "--eval-iters", "1"),
         *("--log-json", "losses.json", "--save", "saved"),
