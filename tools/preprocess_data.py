@@ -4,8 +4,7 @@
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 
 writes my-corpus_text_document.bin and .idx. Each line is one document, in the order of the input whatever the
-number of workers. A document without tokens is kept as a document without sequences, and gets no end-of-
-document id.
+number of workers. A document without tokens is kept as a document without sequences, and gets no end-of-document id.
 """
 
 import argparse

@@ -97,9 +97,8 @@ def main() -> None:
     started = time.perf_counter()
     if arguments.vocab_size <= RESERVED:
         raise ValueError(
-            f"--vocab-size {arguments.vocab_size}: must be above {RESERVED}, which bytes and fixed symbols "
-            "take; 4096 or more "
-            "is useful"
+            f"--vocab-size {arguments.vocab_size}: must be above {RESERVED}, which bytes and fixed symbols take; "
+            "4096 or more is useful"
         )
     if not arguments.sample_megabytes > 0:
         raise ValueError(f"--sample-megabytes {arguments.sample_megabytes}: must be above 0")
@@ -128,8 +127,7 @@ def main() -> None:
         file.write(model)
     work.finish(inputs_digest, bytes_per_token=bytes_per_token)
     say(
-        f"{output}: {arguments.vocab_size:,} tokens, {bytes_per_token:.2f} bytes of text a token, lossless "
-        "on "
+        f"{output}: {arguments.vocab_size:,} tokens, {bytes_per_token:.2f} bytes of text a token, lossless on "
         f"{len(NASTY_TEXTS)} nasty texts and a sample, in {elapsed(started)}"
     )
 
@@ -200,8 +198,7 @@ def _train_in_child(documents: Sequence[str], vocab_size: int, log: int, sender:
     outcome: bytes | Exception
     try:
         SentencePieceTrainer.train(
-            # An iterator and a stream, not paths: paths would be kept in the model and make each one
-            # different.
+            # An iterator and a stream, not paths: paths would be kept in the model and make each one different.
             sentence_iterator=_lines(documents),
             model_writer=model,
             model_type="bpe",

@@ -68,8 +68,7 @@ class Checkpoint:
 
         Whole tensors, copies of tied ones and replicated pieces are filled too; padding, which is in no
         piece, is left as it is. Nothing is written into any tensor before all keys, shapes and dtypes were
-        found to fit on all ranks. If a file proves damaged while it is read, the tensors are left partly
-        filled.
+        found to fit on all ranks. If a file proves damaged while it is read, the tensors are left partly filled.
 
         Args:
             tensors: this rank's tensors. All ranks together must ask for every tensor of the checkpoint.
@@ -172,8 +171,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> tuple[int, ...]:
 def load_checkpoint(root: str | os.PathLike[str], *, world: CommGroup, step: int | None = None) -> Checkpoint:
     """Open the checkpoint that the tracker names, or that of iteration `step`.
 
-    Without a tracker the newest complete one is opened: the save that made it was killed just before its last
-    step.
+    Without a tracker the newest complete one is opened: the save that made it was killed just before its last step.
 
     Args:
         world: the ranks that open it together: all get the same one or the same error. By default this

@@ -112,8 +112,7 @@ class HeldBox:
 
 
 def held_boxes(key: str, shard: Shard, local_shape: tuple[int, ...]) -> tuple[HeldBox, ...]:
-    """The parts of its global tensor that a local tensor holds; padding is in none of them, empty parts are
-    left out.
+    """The parts of its global tensor that a local tensor holds; padding is in none of them, empty parts are left out.
 
     Raises:
         ValueError: the shard does not describe a tensor of this shape.

@@ -230,8 +230,7 @@ def write_shard(
 
     Returns: the size of the file, and for each name the CRC-32 of each block.
     """
-    # Widest elements first, so that each tensor starts at a multiple of its element size, as the library has
-    # it.
+    # Widest elements first, so that each tensor starts at a multiple of its element size, as the library has it.
     ordered = sorted(pending, key=lambda part: (-part.tensor.element_size(), part.name))
     header = _header(ordered)
     checksums = {}

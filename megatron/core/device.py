@@ -45,7 +45,7 @@ def choose_device(backend: Backend, local_rank: int, *, gpu_per_task: bool = Fal
     if local_rank >= count:
         raise UserError(
             f"local rank {local_rank} has no GPU: {count} GPU(s) are visible on this node; "
-            f"start at most {count} processes per node (torchrun --nproc-per-node {count}), or let Slurm give each task "
-            f"a GPU of its own (srun --gpus-per-task 1)"
+            f"start at most {count} processes per node (torchrun --nproc-per-node {count}), or let Slurm give each "
+            f"task a GPU of its own (srun --gpus-per-task 1)"
         )
     return torch.device("cuda", local_rank)

@@ -190,8 +190,7 @@ def build_gpt_datasets(
 
     Args:
         num_samples: of training, validation and test; the order depends on them. Several numbers are blocks,
-            see `BlockedDataset`, and give a dataset of exactly their sum; a single number gives at least that
-            many.
+            see `BlockedDataset`, and give a dataset of exactly their sum; a single number gives at least that many.
         seq_length: tokens of a sample.
         seed: of the order.
         vocab_size: ids must be below it.

@@ -234,8 +234,7 @@ def _read_at(descriptor: int, size: int, begin: int) -> bytes:
 class IndexedDatasetWriter:
     """Writes `<prefix>.bin/.idx`, under temporary names until `finalize` renames them, `.idx` last.
 
-    A writer that is killed leaves no file that a reader would take; one that fails inside `with` removes its
-    own.
+    A writer that is killed leaves no file that a reader would take; one that fails inside `with` removes its own.
 
     Args:
         prefix: path without the endings; its folder must exist.

@@ -55,8 +55,7 @@ class MicrobatchLoader(Generic[Batch]):
     def microbatches(self, consumed: int, num_microbatches: int) -> list[Batch]:
         """The micro-batches of the step that begins after `consumed` samples of the whole run.
 
-        Steps may differ in size and need not follow each other; those that do profit from what was read
-        ahead.
+        Steps may differ in size and need not follow each other; those that do profit from what was read ahead.
 
         Raises:
             IndexError: the order ends before.

@@ -1,8 +1,7 @@
 """Which samples a rank reads: pure functions of the consumed samples, so a resume needs no other state.
 
 The samples of a run stand in one global order. A step takes the next ones of it, and deals them to
-micro-batches and data-parallel ranks in turn; the layout decides who reads a sample, never which samples a
-step has.
+micro-batches and data-parallel ranks in turn; the layout decides who reads a sample, never which samples a step has.
 """
 
 from __future__ import annotations

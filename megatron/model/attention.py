@@ -207,8 +207,7 @@ def fused_attention(
     """
     groups = query.shape[1] // key.shape[1]
     if mask is not None and groups > 1:
-        # On GPUs only the kernels that take no mask know shared keys; with both, torch falls back to explicit
-        # weights.
+        # On GPUs only the kernels that take no mask know shared keys; with both, torch falls back to explicit weights.
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))  # [b, a/t, s, d]
     return F.scaled_dot_product_attention(
         query,

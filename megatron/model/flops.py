@@ -29,8 +29,7 @@ def flops_per_batch(config: TransformerConfig, *, batch_size: int, sequence_leng
 def parameter_count(config: TransformerConfig, vocab_size: int) -> int:
     """Parameters of the whole model, a tied embedding counted once.
 
-    `vocab_size` is the number of rows that belong to the model: padding that we add for the layout is not
-    counted.
+    `vocab_size` is the number of rows that belong to the model: padding that we add for the layout is not counted.
     """
     hidden = config.hidden_size
     embeddings = vocab_size * hidden * (1 if config.tied_embeddings else 2)
@@ -57,8 +56,7 @@ def _norm_parameters(config: TransformerConfig, size: int) -> int:
 def built_parameter_count(modules: Iterable[nn.Module]) -> int:
     """Parameters that this rank owns: over all tensor and pipeline ranks the sum is `parameter_count`.
 
-    A tied weight that two modules share, replicated runs and copies on other stages count once; padding does
-    not count.
+    A tied weight that two modules share, replicated runs and copies on other stages count once; padding does not count.
     """
     parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     total = 0

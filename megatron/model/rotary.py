@@ -72,8 +72,7 @@ def rotary_table(config: TransformerConfig, position_ids: Tensor, dtype: torch.d
 def apply_rotary(x: Tensor, table: RotaryTable, *, interleaved: bool) -> Tensor:
     """Rotate the first r channels of each head of `x` [s, b, a, d]; the others pass.
 
-    Channel i is paired with channel i + r/2 (GPT-NeoX, Hugging Face), or, `interleaved`, 2i with 2i + 1
-    (GPT-J, Meta).
+    Channel i is paired with channel i + r/2 (GPT-NeoX, Hugging Face), or, `interleaved`, 2i with 2i + 1 (GPT-J, Meta).
     """
     half = table.cos.shape[-1]
     parts = [2 * half, x.shape[-1] - 2 * half]

@@ -23,8 +23,7 @@ Run = tuple[int, int]  # first and last + 1 element of a flat tensor
 
 
 def owned_runs(shard: Shard, local_shape: tuple[int, ...]) -> list[Run]:
-    """The elements of a contiguous local parameter that this rank owns, as runs in ascending order that do
-    not touch.
+    """The elements of a contiguous local parameter that this rank owns, as runs in ascending order that do not touch.
 
     Not owned are the copies that another rank counts (whole tensors on all tensor-parallel ranks but one,
     replicated key and value heads, the second copy of a tied tensor), and rows of padding, which are no part

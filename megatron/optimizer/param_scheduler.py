@@ -1,7 +1,6 @@
 """Learning rate and weight decay as functions of the number of samples trained on.
 
-Steps are counted in samples, so that a schedule does not depend on the batch size. The first update uses the
-values at
+Steps are counted in samples, so that a schedule does not depend on the batch size. The first update uses the values at
 step 0: with a warm-up that is `init_lr`, by default 0, as in Megatron-LM.
 """
 

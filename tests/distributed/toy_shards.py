@@ -1,8 +1,6 @@
-"""A toy with one parameter of every kind of shard, made from global tensors, over tensor × pipeline × data
-ranks.
+"""A toy with one parameter of every kind of shard, made from global tensors, over tensor × pipeline × data ranks.
 
-Every rank gets hand-made local gradients that are its part of the truth; the truth is a table of global
-tensors.
+Every rank gets hand-made local gradients that are its part of the truth; the truth is a table of global tensors.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def check_torchrun(words: Sequence[str]) -> None:
 
 
 def check_slurm(program: str, words: Sequence[str]) -> None:
-    """`srun OPTIONS python pretrain_gpt.py …` or `sbatch OPTIONS SCRIPT …`; options `--name value` or `--name=value`."""
+    """`srun OPTIONS python pretrain_gpt.py …` or `sbatch OPTIONS SCRIPT …`; options `--name value` or `--name=x`."""
     options: dict[str, str] = {}
     rest = list(words)
     while rest[0].startswith("--"):

@@ -154,14 +154,7 @@ def test_the_files_are_megatrons_byte_for_byte(
 def test_each_key_gets_its_own_complete_dataset(tmp_path: Path, workers: int) -> None:
     run(
         "preprocess_data",
-        *(
-            "--input",
-            PREPROCESS / "corpus.jsonl",
-            "--output-prefix",
-            tmp_path / "x",
-            "--workers",
-            str(workers),
-        ),
+        *("--input", PREPROCESS / "corpus.jsonl", "--output-prefix", tmp_path / "x", "--workers", str(workers)),
         *("--json-keys", "text", "title", "--append-eod", *GPT2),
     )
     assert same_files(tmp_path / "x_text_document", PREPROCESS / "gpt2_eod_text_document")

@@ -4,8 +4,7 @@ Nobody says what to send: the messages follow from the plans, see `channel_messa
 
 Note [Pipeline messages cannot deadlock]
 ----------------------------------------
-Each ordered pair of neighbouring stages has a communicator of its own, a *channel*: it carries data one way
-only.
+Each ordered pair of neighbouring stages has a communicator of its own, a *channel*: it carries data one way only.
 
 NCCL ignores tags, and runs what is issued on one communicator one after the other on one stream (with a
 communicator bound to its device, everything on it; otherwise everything between two ranks). With one
@@ -20,8 +19,7 @@ channel nothing is in the way:
 3. A receiver waits only for data that its next action needs.
 
 So the only waiting is for inputs of actions, and it ends for every plan that `check_plan` accepts. The price
-is up to four small communicators on a rank. tests/pipeline/test_executor.py runs every schedule, and random
-ones.
+is up to four small communicators on a rank. tests/pipeline/test_executor.py runs every schedule, and random ones.
 
 Note [When sent data are freed]
 -------------------------------
@@ -45,8 +43,7 @@ from torch import Tensor
 from megatron.core.comm_group import CommGroup
 from megatron.core.pipeline_parallel.schedule_plan import Action, Plan, consumer, producer
 
-# How many actions ahead receives are posted: one, so that a message travels while the action before it
-# computes.
+# How many actions ahead receives are posted: one, so that a message travels while the action before it computes.
 _RECEIVE_AHEAD = 1
 
 

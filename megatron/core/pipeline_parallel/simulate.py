@@ -1,5 +1,4 @@
-"""An event simulator of pipeline plans: how long a step takes, who waits, how many micro-batches are
-alive."""
+"""An event simulator of pipeline plans: how long a step takes, who waits, how many micro-batches are alive."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The linear product of tensor-parallel layers: communication behind the weight gradient, which lands in
-`main_grad`.
+"""The linear product of tensor-parallel layers: communication behind the weight gradient, kept in `main_grad`.
 
 Note [Weight gradients in main_grad]
 A parameter that has a buffer `main_grad` (a view of the data-parallel gradient buffer, often of higher
@@ -60,8 +59,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        # Kept by itself: what comes out of the saved tensors may be a detached alias (recomputation,
-        # offloading).
+        # Kept by itself: what comes out of the saved tensors may be a detached alias (recomputation, offloading).
         ctx.main_grad = main_grad_if_any(weight)
         ctx.group, ctx.sequence_parallel, ctx.reduce = group, sequence_parallel, input_gradient_reduce
         return F.linear(all_gather(x, group) if sequence_parallel else x, weight, bias)  # [s, b, out/t]
@@ -105,8 +103,7 @@ def parallel_linear(
     sequence_parallel: bool,
     input_gradient_reduce: bool,
 ) -> Tensor:
-    """x W^T + bias by `LinearWithGradAccumulationAndAsyncCommunication`; a caller under `torch.compile`
-    breaks here.
+    """x W^T + bias by `LinearWithGradAccumulationAndAsyncCommunication`; a caller under `torch.compile` breaks here.
 
     Args:
         x: [s, b, in], or [s/t, b, in] with `sequence_parallel`.

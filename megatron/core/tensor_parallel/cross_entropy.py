@@ -1,10 +1,8 @@
-"""Cross entropy over a vocabulary that is split over the tensor-parallel group. Shoeybi et al. 2019,
-section 3.
+"""Cross entropy over a vocabulary that is split over the tensor-parallel group. Shoeybi et al. 2019, section 3.
 
-Each rank sees only its own columns of the logits. Two all-reduces of numbers per token, the maximum of the
-log-sum-exp and a sum of three terms, make the loss; backward needs none. Nothing of the size of the logits
-is stored besides the logits
-themselves: the softmax is recomputed in backward, straight into the gradient.
+Each rank sees only its own columns of the logits. Two all-reduces of numbers per token, the maximum of the log-sum-exp
+and a sum of three terms, make the loss; backward needs none. Nothing of the size of the logits is stored besides the
+logits themselves: the softmax is recomputed in backward, straight into the gradient.
 """
 
 from __future__ import annotations
@@ -159,10 +157,11 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: [s, b, v/t], this rank's columns of the (padded) vocabulary.
-        target: [s, b] global token numbers; for one outside the vocabulary the loss has no target term and
-        must be masked.
+        target: [s, b] global token numbers; for one outside the vocabulary the loss has no target term and must be
+            masked.
         vocab_size: columns from here on are padding: no part in the softmax, and no gradient.
-        label_smoothing: the share a that Megatron-LM moves from the target to the other v - 1 tokens.
+        label_smoothing: the share a that Megatron-LM moves from the target to the other v - 1 tokens. For losses of
+            users: no flag sets it.
 
     Returns:
         [s, b] in fp32; fp64 for fp64 logits.

@@ -108,14 +108,12 @@ class RowParallelLinear(nn.Module):
     """Y = X A + b with A split by its rows (the columns of `weight`), X by its columns.
 
                             [ A_1 ]
-      [ X_1 | X_2 | .. ]  * [ A_2 ]  =  X_1 A_1 + X_2 A_2 + ..      summed over the ranks, the bias once
-      after.
+      [ X_1 | X_2 | .. ]  * [ A_2 ]  =  X_1 A_1 + X_2 A_2 + ..      summed over the ranks, the bias once after.
                             [ ..  ]
 
     Args:
         in_features, out_features: size of the global A.
-        sequence_parallel: the sum is scattered along the sequence, so the bias sees only this rank's
-        positions and its
+        sequence_parallel: the sum is scattered along the sequence, so the bias sees only this rank's positions and its
             gradient is a partial sum on each rank.
         pieces: which rows of A this rank holds, when not an even part.
     """
@@ -207,7 +205,7 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         vocab_size: rows of the model.
         padded_vocab_size: rows in all, divisible by the group's size; those from `vocab_size` on are in no
-        piece.
+            piece.
         sequence_parallel: the sum is scattered along the sequence.
     """
 
@@ -248,8 +246,7 @@ class VocabParallelEmbedding(nn.Module):
         if self.group.size == 1:
             return self._lookup(rows)
         below, above = rows < 0, rows >= self.local_vocab_size
-        # The ends of the vocabulary are not masked, so that a token outside of it is an IndexError on one
-        # rank.
+        # The ends of the vocabulary are not masked, so that a token outside of it is an IndexError on one rank.
         if self.group.is_first:
             elsewhere = above
         elif self.group.is_last:

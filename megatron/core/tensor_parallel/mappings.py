@@ -167,10 +167,8 @@ def gather_from_sequence_parallel_region(
     """[s/t, ..] -> [s, ..].
 
     Args:
-        backward: "reduce_scatter" when the consumer is a tensor-parallel region, where the gradient on each
-        rank is a
-            partial sum; "scatter" when all ranks compute the same with the result, where each gradient is
-            whole.
+        backward: "reduce_scatter" when the consumer is a tensor-parallel region, where the gradient on each rank is a
+            partial sum; "scatter" when all ranks compute the same with the result, where each gradient is whole.
     """
     if group.size == 1:
         return x

@@ -39,8 +39,7 @@ def _signed(value: int, bits: int) -> int:
 _GOLDEN_64 = _signed(0x9E3779B97F4A7C15, 64)
 _SPLITMIX_1 = _signed(0xBF58476D1CE4E5B9, 64)
 _SPLITMIX_2 = _signed(0x94D049BB133111EB, 64)
-# Scalars as tensors: torch would make and convert one at each call, which costs as much as hashing a
-# thousand elements.
+# Scalars as tensors: torch would make and convert one at each call, which costs as much as hashing a thousand elements.
 _ELEMENT_1 = torch.tensor(_signed(0x21F0AAAD, 32), dtype=torch.int32)
 _ELEMENT_2 = torch.tensor(_signed(0xD35A2D97, 32), dtype=torch.int32)
 _SHIFT = torch.tensor(15, dtype=torch.int32)
@@ -190,8 +189,7 @@ def dropout(
     sample_dim: int,
     starts: tuple[int, ...],
 ) -> Tensor:
-    """Zero each element of `x` with probability `p`, scale the rest by 1/(1 - p). See Note [Counter-based
-    dropout].
+    """Zero each element of `x` with probability `p`, scale the rest by 1/(1 - p). See Note [Counter-based dropout].
 
     Args:
         x: any shape of at least two dimensions; one that is not the last counts the samples of `stream`.
@@ -216,8 +214,7 @@ class HiddenDropout(nn.Module):
     """Dropout of hidden states [s, b, h], or [s/t, b, h] under sequence parallelism.
 
     With sequence parallelism the mask is the slice of the full mask for this rank's positions; without,
-    every rank of the group drops the same elements, as it must: the hidden states are the same on all of
-    them.
+    every rank of the group drops the same elements, as it must: the hidden states are the same on all of them.
     """
 
     def __init__(self, p: float, *, layer: int, site: int, group: CommGroup, sequence_parallel: bool) -> None:
