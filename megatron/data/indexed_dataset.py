@@ -297,28 +297,6 @@ class IndexedDatasetWriter:
             self._add_length(count)
         self.end_document()
 
-    def add_index(self, prefix: str | Path) -> None:
-        """Append all documents of another dataset, as if they had been added here one by one.
-
-        Raises:
-            ValueError: its ids have another type, or it is multimodal.
-            IndexedDatasetError: it is damaged.
-        """
-        other = IndexedDataset(prefix)
-        if other.dtype != self.dtype:
-            raise UserError(
-                f"{prefix}: holds {other.dtype}, {self.prefix} holds {self.dtype}; datasets of one type can be joined"
-            )
-        if other.sequence_modes is not None:
-            raise UserError(f"{prefix}: a multimodal dataset; only text can be joined")
-        other.verify()
-        shift = len(self._lengths)
-        self._lengths.frombytes(other.sequence_lengths.astype(np.intc).tobytes())
-        self._documents.frombytes((other.document_indices[1:].astype(np.int64) + shift).tobytes())
-        with bin_path(prefix).open("rb") as source:
-            while block := source.read(1 << 24):
-                self._file.write(block)
-
     def finalize(self) -> None:
         """Complete both files on disk and give them their names. A dataset of that name is replaced."""
         _close_synced(self._file)
@@ -369,17 +347,3 @@ def _close_synced(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
     file.close()
-
-
-def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
-    """Write one dataset that holds the documents of all `prefixes`, in this order.
-
-    Raises:
-        ValueError: no prefix is given, or their types differ.
-        IndexedDatasetError: one is damaged.
-    """
-    if not prefixes:
-        raise UserError(f"{output}: no dataset to merge")
-    with IndexedDatasetWriter(output, dtype=IndexedDataset(prefixes[0]).dtype) as writer:
-        for prefix in prefixes:
-            writer.add_index(prefix)

@@ -16,7 +16,6 @@ from megatron.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetError,
     IndexedDatasetWriter,
-    merge_datasets,
     optimal_dtype,
 )
 from tests.data.corpora import FIXTURES, write_corpus
@@ -57,25 +56,6 @@ def test_reading_and_writing_gives_megatron_lm_bytes(original: Path, mmap: bool,
             ids = np.concatenate(sequences) if sequences else np.empty(0, source.dtype)
             by_document.add_document(ids, [len(sequence) for sequence in sequences])
     assert_same_files(tmp_path / "by_document", original)
-
-
-def test_merging_gives_the_bytes_of_megatron_lm_merge(tmp_path: Path) -> None:
-    merge_datasets(
-        [PREPROCESSED / "gpt2_eod_text_document", PREPROCESSED / "gpt2_small_eod_text_document"],
-        tmp_path / "merged",
-    )
-    assert_same_files(tmp_path / "merged", PREPROCESSED / "merged_gpt2")
-
-
-def test_merging_shifts_documents_by_the_sequences_before_them(tmp_path: Path) -> None:
-    parts = [[[[1, 2]], [[3]]], [[[4]], [[5, 6, 7], [8]]], [[], [[9]]]]
-    prefixes = [write_corpus(tmp_path / str(number), part) for number, part in enumerate(parts)]
-    merge_datasets(prefixes, tmp_path / "merged")
-    write_corpus(tmp_path / "at_once", [document for part in parts for document in part])
-    assert_same_files(tmp_path / "merged", tmp_path / "at_once")
-    merged = IndexedDataset(tmp_path / "merged")
-    assert merged.sequence_lengths.tolist() == [2, 1, 1, 3, 1, 1]
-    assert merged.document_indices.tolist() == [0, 1, 2, 3, 5, 5, 6]
 
 
 @settings(max_examples=60, deadline=None)
@@ -138,14 +118,6 @@ def test_ids_that_do_not_fit_the_type_are_refused(tmp_path: Path) -> None:
                 writer.add_item(ids)
         with pytest.raises(ValueError, match=r"3 ids with sequences of \[1, 1\]"):
             writer.add_document([1, 2, 3], [1, 1])
-
-
-def test_datasets_of_two_types_are_not_joined(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "wide", [[[1]]], np.int32)
-    with pytest.raises(ValueError, match=r"holds int32.*holds uint16"):
-        with IndexedDatasetWriter(tmp_path / "corpus", dtype=np.uint16) as writer:
-            writer.add_index(tmp_path / "wide")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["wide.bin", "wide.idx"]
 
 
 def test_nothing_has_the_final_name_before_it_is_complete(tmp_path: Path) -> None:
@@ -243,8 +215,6 @@ def test_two_more_bytes_are_the_modes_of_two_sequences(tmp_path: Path) -> None:
     modes = IndexedDataset(prefix).sequence_modes
     assert modes is not None
     assert modes.tolist() == [0, 1]
-    with pytest.raises(ValueError, match="multimodal"):
-        merge_datasets([prefix], tmp_path / "merged")
 
 
 @pytest.mark.parametrize(
