@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
+from megatron.config.problems import UserError
 from megatron.core import collectives
 from megatron.core.comm_group import CommGroup
 
@@ -14,7 +15,7 @@ Value = TypeVar("Value")
 _MAX_LISTED = 20
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint could not be written, found, read, or does not fit; the text says which, where and why."""
 
 
