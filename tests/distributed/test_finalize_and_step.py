@@ -217,11 +217,11 @@ def collectives_of_finalize(rank: int, world_size: int, layout: Layout) -> list[
     return sizes
 
 
-def test_each_reduction_is_one_collective_and_data_parallel_comes_last() -> None:
+def test_each_reduction_is_one_collective_and_the_tied_one_comes_last() -> None:
     layout = Layout(tensor=2, query_groups=1, pipeline=2, data=2)
     sizes = run_distributed(collectives_of_finalize, 8, layout)[0]
-    assert [name for name, _ in sizes] == ["tensor", "tensor", "embedding", "data"]
-    partial, replicated, tied, _ = (size for _, size in sizes)
+    assert [name for name, _ in sizes] == ["tensor", "tensor", "data", "embedding"]
+    partial, replicated, _, tied = (size for _, size in sizes)
     assert partial == toy_shards.HIDDEN
     assert replicated == 2 * toy_shards.HEAD_DIM * (toy_shards.HIDDEN + 1), "keys and values, weight and bias"
     assert tied == 4 * toy_shards.HIDDEN

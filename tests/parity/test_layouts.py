@@ -31,9 +31,9 @@ def check_parity(case: Case, *, precision: tuple[str, ...], bound: float, with_p
         norms = [rank[step].grad_norm for rank in ranks]
         assert norms == pytest.approx([expected[step].grad_norm] * len(ranks), rel=bound)
         gradients = assemble(rank[step].gradients for rank in ranks)
+        parameters = assemble(rank[step].parameters for rank in ranks)
         assert_all_parity(gradients, assemble([expected[step].gradients]))
         if with_parameters:
-            parameters = assemble(rank[step].parameters for rank in ranks)
             assert_all_parity(parameters, assemble([expected[step].parameters]))
 
 
@@ -50,8 +50,9 @@ def test_every_layout(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in COVER if 1 < case.world_size <= 6][:4], ids=str)
 def test_float32_losses_norms_and_gradients_agree_too(case: Case) -> None:
-    """Not the weights: the gradient of a key bias is zero in theory, and Adam makes a step of the rounding in it."""
-    check_parity(case, precision=(), bound=PARITY_FP32, with_parameters=False)
+    """Not the weights: the gradient of a key bias is zero in theory. And with SGD: Adam divides each gradient by its
+    own size, so of the rounding in those that are nearly zero it makes steps as large as any."""
+    check_parity(case, precision=("--optimizer", "sgd"), bound=PARITY_FP32, with_parameters=False)
 
 
 def test_the_cover_holds_every_axis_value() -> None:

@@ -10,17 +10,18 @@ After the last backward pass of a step, once, and in this order:
 2. Replicated key and value heads over the tensor-parallel group. With fewer groups of them than ranks, several ranks
    hold a group, each for its own query heads: partial sums again, but of some rows of a parameter that is otherwise
    split.
-3. Tied embeddings over the embedding group. The first stage has the gradient of looking tokens up, the last one that
+3. Everything over the data-parallel group, in place in the buffers.
+4. Tied embeddings over the embedding group. The first stage has the gradient of looking tokens up, the last one that
    of the output layer: one parameter, two summands.
-4. Everything over the data-parallel group, in place in the buffers.
 
-All are sums in place in `main_grad`, so none may run twice, nor before the last micro-batch: the second time
-it would add up what is summed already. Sums commute, so on whole buffers 4 could come first; but it is the
-one that may leave each rank with only its slice of the sum (a distributed optimizer reduce-scatters), and 1
-to 3 would then mix summed elements with unsummed ones. It is also the one that overlaps with the backward
-pass, for all parameters but those of 1 to 3. The global norm and the clipping come after all four: before 3
-the two copies of a tied embedding have different gradients, would be clipped and updated differently, and
-drift apart with no error anywhere.
+All are sums in place in `main_grad`, so none may run twice, nor before the last micro-batch: the second time it would
+add up what is summed already. Sums commute but for their rounding, and that decides the place of 4: it adds two
+numbers, which gives both stages the same bits, while 3 adds many, in an order that depends on where an element lies
+in its buffer. Were 3 the last, the two copies of a tied embedding would differ in their last bit, drift apart, and a
+resumed run, which loads one copy into both, would not be the run that was never stopped. (A distributed optimizer,
+whose 3 leaves each rank a slice of the sum, must reduce the tied gradients apart.) The global norm and the clipping
+come after all four: before 4 the two copies have different gradients and would be clipped and updated differently.
+tests/parity holds that all holders of an element have the same bits.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def finalize_model_grads(
     tensor: CommGroup,
     embedding: CommGroup | None,
 ) -> None:
-    """Sum gradients over whatever each was split over, at last over each chunk's own `data_group`.
+    """Sum gradients over whatever each was split over, the data over each chunk's own `data_group`.
 
     See Note [Gradient finalization order].
 
@@ -55,10 +56,10 @@ def finalize_model_grads(
     if tensor.size > 1:
         _sum_partial_gradients(chunks, tensor)
         _sum_replicated_runs(chunks, tensor)
-    if embedding is not None and embedding.size > 1:
-        _sum_tied_gradients(chunks, embedding)
     for chunk in chunks:
         chunk.reduce_gradients()
+    if embedding is not None and embedding.size > 1:
+        _sum_tied_gradients(chunks, embedding)
 
 
 def non_finite_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
