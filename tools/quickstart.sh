@@ -64,7 +64,8 @@ python tools/plot_loss.py "$folder/log.jsonl" --output "$folder/loss.png" --line
 took
 
 step "7/7 a sample of the trained model"
-python tools/generate_text.py --load "$folder/checkpoints" --prompt 'def ' --num-tokens 250 --temperature 0.7 \
+python tools/generate_text.py --load "$folder/checkpoints" --prompt $'import os\n\n\nclass ' \
+    --num-tokens 250 --temperature 0.9 --top-p 0.95 \
     | tee "$folder/sample.txt"
 took
 
