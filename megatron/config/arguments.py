@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import math
 import re
@@ -16,7 +15,7 @@ from typing import Any, Literal, NoReturn
 from megatron.config.megatron_config import MegatronConfig, Purpose, all_options, section_classes
 from megatron.config.megatron_flags import FUSION_FLAG, KnownFlag, known_flag, known_names
 from megatron.config.options import Option, read_words
-from megatron.config.problems import ConfigError, Problem
+from megatron.config.problems import ConfigError, Problem, nearest_name, unknown_flag
 from megatron.config.yaml_file import Entry, dump_yaml, normal_key, read_yaml, value_words
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
@@ -339,9 +338,8 @@ class _Reader:
             rule = "is not available in this version"
         else:
             known = [*option.choices, *option.flag.later]
-            folded = {choice.lower(): choice for choice in known}
-            nearest = difflib.get_close_matches(str(value).lower(), list(folded), n=1)
-            rule = "is not a known value" + (f"; nearest: {folded[nearest[0]]}" if nearest else "")
+            nearest = nearest_name(str(value), known)
+            rule = "is not a known value" + (f"; nearest: {nearest}" if nearest else "")
         works = f"{option.name} {' | '.join(option.choices)}"
         self.problems.append(Problem(flags=(group.shown,), value=value, rule=rule, works=works))
         self.broken.add(option.name)
@@ -420,11 +418,7 @@ def _unknown(group: _Group, names: Sequence[str]) -> Problem:
     if not group.name.startswith("-"):
         rule = "stands alone: every word belongs to a flag before it"
         return Problem(flags=(repr(group.name),), rule=rule, works="--flag value; quote a value with blanks")
-    typed = _normal("--" + group.name.lstrip("-"))
-    folded = {name.lower(): name for name in names}
-    nearest = difflib.get_close_matches(typed.lower(), list(folded), n=1, cutoff=0.7)
-    works = f"{folded[nearest[0]]} is the nearest" if nearest else "--help lists all flags"
-    return Problem(flags=(group.shown,), rule="is not a known flag", works=works)
+    return unknown_flag(group.name, names, shown=group.shown)
 
 
 def _usage(option: Option) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import typing
@@ -19,7 +18,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.options import Affects, Option, section_options
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import pipeline_layout
-from megatron.config.problems import ConfigError, Problem, divisors, multiples, near
+from megatron.config.problems import ConfigError, Problem, divisors, multiples, near, nearest_name
 from megatron.config.tokenizer import TokenizerConfig, padded_vocab_size
 from megatron.config.training import TrainingConfig
 from megatron.config.transformer import TransformerConfig
@@ -285,8 +284,8 @@ def _plain(value: Any) -> Any:
 def _refuse_unknown(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     for name in given:
         if name not in known:
-            nearest = difflib.get_close_matches(name, list(known), n=1)
-            hint = f"; nearest: {nearest[0]}" if nearest else ""
+            nearest = nearest_name(name, known)
+            hint = f"; nearest: {nearest}" if nearest else ""
             raise ValueError(f"the saved configuration has the {what} {name!r}, unknown to this version{hint}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,24 @@ def multiples(value: int, of: int) -> list[int]:
     """The positive multiples of `of` just below and just above value."""
     below = value // of * of
     return [candidate for candidate in (below, below + of) if candidate > 0]
+
+
+def nearest_name(typed: str, names: Iterable[str], *, likeness: float = 0.6) -> str | None:
+    """The name that was most likely meant, whatever its capitals; None when no name is `likeness` of 1 alike."""
+    folded = {name.lower(): name for name in names}
+    matches = difflib.get_close_matches(typed.lower(), list(folded), n=1, cutoff=likeness)
+    return folded[matches[0]] if matches else None
+
+
+def unknown_flag(typed: str, names: Iterable[str], *, shown: str = "") -> Problem:
+    """A flag that is none of `names`, with the one that was most likely meant.
+
+    Args:
+        shown: how to speak of it, when it did not stand in the command line.
+    """
+    nearest = nearest_name("--" + typed.lstrip("-").replace("_", "-"), names, likeness=0.7)
+    works = f"{nearest} is the nearest" if nearest else "--help lists all flags"
+    return Problem(flags=(shown or typed,), rule="is not a known flag", works=works)
 
 
 def words_or(values: Iterable[object]) -> str:
