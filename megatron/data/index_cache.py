@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config.problems import UserError
+from megatron.data.whole_file import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -212,40 +213,13 @@ def _store(folder: Path, name: str, description: str, arrays: Arrays) -> None:
     entries: dict[str, dict[str, int]] = {}
     for key, values in arrays.items():
         path = folder / f"{name}-{key}.npy"
-
-        def write(temporary: Path, values: npt.NDArray[Any] = values) -> None:
-            with temporary.open("wb") as file:
-                np.save(file, values, allow_pickle=False)
-
-        _publish(path, write)
+        with whole_file(path) as file:
+            np.save(file, values, allow_pickle=False)
         size, checksum = _checksum(path)
         entries[path.name] = {"bytes": size, "crc32": checksum}
     manifest = json.dumps({"files": entries, "description": json.loads(description)}, indent=1)
-    _publish(folder / f"{name}.json", lambda temporary: _write_text(temporary, manifest))
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
-
-
-def _publish(path: Path, write: Callable[[Path], None]) -> None:
-    """Write under a name of this process, sync, rename, sync the folder."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        write(temporary)
-        _sync(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with whole_file(folder / f"{name}.json") as file:
+        file.write(manifest.encode())
 
 
 def _load(folder: Path, name: str) -> Arrays | None:

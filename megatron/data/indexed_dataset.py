@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from megatron.config.problems import UserError
 from megatron.data.sample_dataset import TokenArray
+from megatron.data.whole_file import WholeFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -234,7 +235,8 @@ def _read_at(descriptor: int, size: int, begin: int) -> bytes:
 class IndexedDatasetWriter:
     """Writes `<prefix>.bin/.idx`, under temporary names until `finalize` renames them, `.idx` last.
 
-    A writer that is killed leaves no file that a reader would take; one that fails inside `with` removes its own.
+    A writer that is killed leaves no file that a reader would take; one that fails inside `with` removes its own, and
+    the next one of the same prefix those of a killed one (see `whole_file.py`).
 
     Args:
         prefix: path without the endings; its folder must exist.
@@ -253,9 +255,7 @@ class IndexedDatasetWriter:
         self._code = codes[self.dtype]
         self._lengths = array("i")
         self._documents = array("q", [0])
-        self._bin_temporary = Path(f"{bin_path(prefix)}.{os.getpid()}.tmp")
-        self._idx_temporary = Path(f"{idx_path(prefix)}.{os.getpid()}.tmp")
-        self._file = self._bin_temporary.open("wb", buffering=1 << 20)
+        self._bin = WholeFile(bin_path(prefix))
 
     def __enter__(self) -> Self:
         return self
@@ -263,10 +263,11 @@ class IndexedDatasetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
+        try:
+            if kind is None and not self._bin.file.closed:
+                self.finalize()
+        finally:
             self.abort()
-        elif not self._file.closed:
-            self.finalize()
 
     def add_item(self, tokens: npt.ArrayLike) -> None:
         """Append one sequence to the document that is open.
@@ -275,7 +276,7 @@ class IndexedDatasetWriter:
             ValueError: an id does not fit the stored type.
         """
         ids = self._convert(tokens)
-        self._file.write(ids.tobytes())
+        self._bin.file.write(ids.tobytes())
         self._add_length(ids.size)
 
     def end_document(self) -> None:
@@ -292,34 +293,35 @@ class IndexedDatasetWriter:
         counts = [int(length) for length in lengths]
         if sum(counts) != ids.size or min(counts, default=0) < 0:
             raise UserError(f"{self.prefix}: a document of {ids.size} ids with sequences of {counts} ids")
-        self._file.write(ids.tobytes())
+        self._bin.file.write(ids.tobytes())
         for count in counts:
             self._add_length(count)
         self.end_document()
 
     def finalize(self) -> None:
         """Complete both files on disk and give them their names. A dataset of that name is replaced."""
-        _close_synced(self._file)
         lengths = np.frombuffer(self._lengths, dtype=np.intc).astype("<i4")
         # In 64 bits: 32 would overflow after 2 GiB.
         sizes = lengths.astype(np.int64) * self.dtype.itemsize
         pointers = (np.cumsum(sizes) - sizes).astype("<i8")
         documents = np.frombuffer(self._documents, dtype=np.int64).astype("<i8")
-        file = self._idx_temporary.open("wb")
-        file.write(_HEADER.pack(MAGIC, VERSION, self._code, lengths.size, documents.size))
-        for part in (lengths, pointers, documents):
-            file.write(part.tobytes())
-        _close_synced(file)
-        # An old index must never stand beside a new .bin.
-        idx_path(self.prefix).unlink(missing_ok=True)
-        self._bin_temporary.replace(bin_path(self.prefix))
-        self._idx_temporary.replace(idx_path(self.prefix))
+        self._bin.sync()
+        idx = WholeFile(idx_path(self.prefix))
+        try:
+            idx.file.write(_HEADER.pack(MAGIC, VERSION, self._code, lengths.size, documents.size))
+            for part in (lengths, pointers, documents):
+                idx.file.write(part.tobytes())
+            idx.sync()
+            # An old index must never stand beside a new .bin.
+            idx_path(self.prefix).unlink(missing_ok=True)
+            self._bin.publish()
+            idx.publish()
+        finally:
+            idx.discard()
 
     def abort(self) -> None:
-        """Remove what was written."""
-        self._file.close()
-        self._bin_temporary.unlink(missing_ok=True)
-        self._idx_temporary.unlink(missing_ok=True)
+        """Remove what was written, unless it is finalized."""
+        self._bin.discard()
 
     def _add_length(self, length: int) -> None:
         if length > _INT32_MAX:
@@ -341,9 +343,3 @@ class IndexedDatasetWriter:
                     "the type by the vocabulary, see optimal_dtype"
                 )
         return ids.astype(self.dtype, copy=False)
-
-
-def _close_synced(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()

@@ -167,10 +167,10 @@ def test_an_owner_that_fails_frees_the_lock(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_midway_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path) -> None:
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(index_cache, "_sync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ValueError, match=r"--data-cache-path .* can not be written .*No space left"):
         get(IndexCache(tmp_path))
     assert not list(tmp_path.iterdir())

@@ -239,8 +239,8 @@ def test_byte_offsets_are_64_bits_wide(tmp_path: Path) -> None:
     """Sequences that begin beyond 2 GiB; the file is sparse."""
     long = 2**30
     with IndexedDatasetWriter(tmp_path / "corpus", dtype=np.int32) as writer:
-        writer._file.truncate(long * 4)
-        writer._file.seek(long * 4)
+        writer._bin.file.truncate(long * 4)
+        writer._bin.file.seek(long * 4)
         writer._add_length(long)
         writer.add_item([7, 8, 9])
         writer.end_document()

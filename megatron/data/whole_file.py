@@ -1,0 +1,94 @@
+"""Files that are whole or not there: written under a temporary name, synced, and renamed.
+
+Note [Whose temporary file is it]
+A process that is killed leaves its temporary file behind, and that of a corpus may have terabytes. So each holds a
+lock (`flock`) on its own, which the kernel gives back with the process: a file that can be locked has no writer.
+Process numbers would not tell, as they are used again, and mean another process in each container. Where a file system
+has no such locks nothing is ever removed; where its locks end at the machine, the name of the host in that of the file
+keeps machines apart.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+class WholeFile:
+    """A file that gets its name when it is published, over one of that name.
+
+    What a killed writer of the same name has left on this host is removed first.
+
+    Attributes:
+        file: to be written; `file.name` is the path until then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError: the folder cannot be written."""
+        self._path = path
+        remove_leftovers(path)
+        self.file = _locked_file(path)
+
+    def sync(self) -> None:
+        """Have all that was written on disk."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def publish(self) -> None:
+        """Give the file its name, on disk too."""
+        self.sync()
+        Path(self.file.name).replace(self._path)
+        self.file.close()
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def discard(self) -> None:
+        """Remove the file, unless it has its name."""
+        if not self.file.closed:
+            Path(self.file.name).unlink(missing_ok=True)
+            self.file.close()
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that gets its name when the block ends well, and vanishes when it does not."""
+    whole = WholeFile(path)
+    try:
+        yield whole.file
+        whole.publish()
+    finally:
+        whole.discard()
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the temporary files of this name and host that no process writes."""
+    for leftover in glob.iglob(f"{glob.escape(str(path))}.{glob.escape(socket.gethostname())}.*.tmp"):
+        try:
+            with open(leftover, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(leftover)
+        except OSError:  # it has a writer, or another process was faster, or there are no locks here
+            continue
+
+
+def _locked_file(path: Path) -> BinaryIO:
+    while True:
+        temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{uuid.uuid4().hex[:8]}.tmp")
+        file = temporary.open("xb", buffering=1 << 20)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # no locks here
+            return file
+        if temporary.exists():  # else it was taken for a leftover before it had its lock
+            return file
+        file.close()
