@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import tempfile
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from tests.helpers.session import SESSION_FOLDER
 
 torch.set_num_threads(1)
+# A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 _session = tempfile.TemporaryDirectory(prefix="megatron-tests-")
 os.environ[SESSION_FOLDER] = _session.name
 
