@@ -85,3 +85,15 @@ class RankGrid:
     def embedding_groups(self) -> list[tuple[int, ...]]:
         """First and last pipeline stage of each pipeline: the holders of tied embeddings."""
         return [tuple(dict.fromkeys((group[0], group[-1]))) for group in self.groups("pp")]
+
+
+def stage_channels(num_stages: int, *, circular: bool = True) -> list[tuple[int, int]]:
+    """The (source, destination) pairs of pipeline stages between which messages may flow, both ways, in one order.
+
+    Args:
+        circular: the last stage sends to the first one too, as it does when each stage holds several model chunks.
+    """
+    neighbours = [(stage, stage + 1) for stage in range(num_stages - 1)]
+    if circular and num_stages > 2:  # of two stages each is the other's neighbour already
+        neighbours.append((num_stages - 1, 0))
+    return [pair for one, other in neighbours for pair in ((one, other), (other, one))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -165,12 +164,12 @@ def build_executor(
     sequence = config.data.seq_length // (state.tensor.size if config.parallel.sequence_parallel else 1)
     return PipelineExecutor(
         group=state.pipeline,
+        channels=state.channels,
         chunks=[chunk.module for chunk in chunks],
         layouts=layout.stage(state.pipeline.rank),
         hidden_shape=(sequence, config.training.micro_batch_size, config.model.hidden_size),
         dtype=config.optimizer.params_dtype,
         device=context.device,
-        timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.config.parallel import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER
 from megatron.core.parallel_state import describe_groups, grid_of_world
-from megatron.core.rank_grid import RankGrid
+from megatron.core.rank_grid import RankGrid, stage_channels
 
 TABLES: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "fixtures" / "tables" / "rank_groups.json").read_text()
@@ -64,6 +64,35 @@ def test_1536_ranks_of_tensor_8_and_data_192() -> None:
     line = next(line for line in text.splitlines() if line.startswith("rank 9 "))
     assert "tp=1" in line and "dp=1" in line and "tensor [8, 9, 10, 11, 12, 13, 14, 15]" in line
     assert "data [1, 9, … 1529] (192 ranks, step 8)" in line
+
+
+def test_the_map_looks_at_each_member_once_for_each_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of thousands of ranks is worked out once, not once for each of its members."""
+    grid = RankGrid(dp=4096)
+    members = []
+    original = RankGrid.group_of
+
+    def counted(self: RankGrid, rank: int, axes: str) -> tuple[int, ...]:
+        group = original(self, rank, axes)
+        members.append(len(group))
+        return group
+
+    monkeypatch.setattr(RankGrid, "group_of", counted)
+    assert len(describe_groups(grid, ["node0"] * 4096).splitlines()) == 4097
+    assert sum(members) == 7 * 4096  # tensor, pipeline, data, context, data-context, model, embedding
+
+
+@pytest.mark.parametrize(
+    "num_stages, circular, expected",
+    [
+        (1, True, []),
+        (2, True, [(0, 1), (1, 0)]),
+        (3, False, [(0, 1), (1, 0), (1, 2), (2, 1)]),
+        (3, True, [(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)]),
+    ],
+)
+def test_channels_between_stages(num_stages: int, circular: bool, expected: list[tuple[int, int]]) -> None:
+    assert stage_channels(num_stages, circular=circular) == expected
 
 
 def test_512_ranks_of_tensor_2_pipeline_4_and_data_64() -> None:

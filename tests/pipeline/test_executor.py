@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.pipeline_layout import PipelineLayout, StageLayout
-from megatron.core.comm_group import CommGroup
+from megatron.core.parallel_state import ParallelState, build_parallel_state
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.schedule_plan import (
     Action,
@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel.schedule_plan import (
     microbatch_groups,
 )
 from megatron.core.pipeline_parallel.simulate import peak_live
+from megatron.core.rank_grid import RankGrid
 from tests.helpers.distributed import RankFailure, run_distributed
 from tests.pipeline import toy
 
@@ -33,11 +34,12 @@ SCALE = 8.0
 BOUND = 1e-12
 
 
-def make_executor(group: CommGroup, layout: PipelineLayout) -> tuple[PipelineExecutor, list[toy.Chunk]]:
-    layouts = layout.stage(group.rank)
+def make_executor(state: ParallelState, layout: PipelineLayout) -> tuple[PipelineExecutor, list[toy.Chunk]]:
+    layouts = layout.stage(state.pipeline.rank)
     chunks = [toy.Chunk(stage) for stage in layouts]
     executor = PipelineExecutor(
-        group=group,
+        group=state.pipeline,
+        channels=state.channels,
         chunks=chunks,
         layouts=layouts,
         hidden_shape=toy.HIDDEN_SHAPE,
@@ -47,11 +49,8 @@ def make_executor(group: CommGroup, layout: PipelineLayout) -> tuple[PipelineExe
     return executor, chunks
 
 
-def pipeline_group(rank: int, world_size: int) -> CommGroup:
-    if world_size == 1:
-        return CommGroup.single("pipeline")
-    ranks = tuple(range(world_size))
-    return CommGroup(name="pipeline", ranks=ranks, rank=rank, process_group=dist.group.WORLD)
+def one_pipeline(rank: int, world_size: int) -> ParallelState:
+    return build_parallel_state(RankGrid(pp=world_size), rank=rank)
 
 
 def assert_same(
@@ -112,7 +111,7 @@ def every_plan(num_stages: int, num_chunks: int) -> Iterator[tuple[str, Plan, in
 def train_every_plan(rank: int, world_size: int, num_chunks: int) -> None:
     # One layer more than fits evenly, so that stages differ.
     layout = toy.layout_for(world_size, num_chunks, world_size * num_chunks + 1)
-    executor, chunks = make_executor(pipeline_group(rank, world_size), layout)
+    executor, chunks = make_executor(one_pipeline(rank, world_size), layout)
     for what, plans, num in every_plan(world_size, num_chunks):
         train_and_compare(executor, chunks, plans, layout, num, what)
 
@@ -126,7 +125,7 @@ def test_every_schedule_gives_losses_and_gradients_of_one_process(num_stages: in
 def test_one_stage_needs_no_torch_distributed() -> None:
     assert not dist.is_initialized()
     layout = toy.layout_for(1, 1, 3)
-    executor, chunks = make_executor(CommGroup.single("pipeline"), layout)
+    executor, chunks = make_executor(ParallelState.single(), layout)
     for what, plans, num in every_plan(1, 1):
         train_and_compare(executor, chunks, plans, layout, num, what)
 
@@ -144,7 +143,7 @@ def test_chunks_on_one_stage_hand_over_in_memory(num_chunks: int) -> None:
         for c in range(num_chunks)
     )
     layout = PipelineLayout(num_stages=1, num_chunks=num_chunks, chunks=(pieces,))
-    executor, chunks = make_executor(CommGroup.single("pipeline"), layout)
+    executor, chunks = make_executor(ParallelState.single(), layout)
     for what, plans, num in every_plan(1, num_chunks):
         train_and_compare(executor, chunks, plans, layout, num, what)
 
@@ -179,7 +178,7 @@ def random_plan(num_stages: int, num_chunks: int, num_microbatches: int, seed: i
 
 def train_random_plans(rank: int, world_size: int, num_chunks: int) -> None:
     layout = toy.layout_for(world_size, num_chunks, world_size * num_chunks)
-    executor, chunks = make_executor(pipeline_group(rank, world_size), layout)
+    executor, chunks = make_executor(one_pipeline(rank, world_size), layout)
     for seed in range(20):
         num = 1 + seed % 6
         plans = random_plan(world_size, num_chunks, num, seed)
@@ -195,7 +194,7 @@ def test_any_plan_without_deadlock_runs_and_gives_the_same(num_stages: int, num_
 
 def train_with_group_sizes(rank: int, world_size: int) -> None:
     layout = toy.layout_for(world_size, 2, 2 * world_size)
-    executor, chunks = make_executor(pipeline_group(rank, world_size), layout)
+    executor, chunks = make_executor(one_pipeline(rank, world_size), layout)
     for group_size in (world_size, world_size + 1, 2 * world_size):
         for num in (world_size - 1, 2 * world_size + 1, 3 * world_size):
             plans = build_plan("1f1b", num_stages=world_size, num_chunks=2, num_microbatches=num, group_size=group_size)
@@ -209,12 +208,11 @@ def test_group_size_changes_nothing_but_the_order() -> None:
 
 def train_in_two_pipelines(rank: int, world_size: int) -> None:
     """Ranks 0, 2, 4 are one pipeline, 1, 3, 5 another with other batches, as with data parallelism."""
-    pipelines = [tuple(range(first, world_size, 2)) for first in range(2)]
-    process_groups = [dist.new_group(list(ranks)) for ranks in pipelines]
-    mine = rank % 2
-    group = CommGroup(name="pipeline", ranks=pipelines[mine], rank=rank // 2, process_group=process_groups[mine])
+    state = build_parallel_state(RankGrid(dp=2, pp=world_size // 2), rank=rank)
+    group, mine = state.pipeline, state.data.rank
+    assert group.ranks == tuple(range(mine, world_size, 2))
     layout = toy.layout_for(group.size, 2, 2 * group.size)
-    executor, chunks = make_executor(group, layout)
+    executor, chunks = make_executor(state, layout)
     for num in (2 + mine, 5 - mine):
         plans = build_plan("1f1b", num_stages=group.size, num_chunks=2, num_microbatches=num)
         train_and_compare(executor, chunks, plans, layout, num, f"pipeline {mine}")
@@ -232,7 +230,7 @@ def train_with_empty_chunks(rank: int, world_size: int) -> None:
         for i, layers in enumerate(counts)
     ]
     layout = PipelineLayout(num_stages=2, num_chunks=2, chunks=(tuple(pieces[0::2]), tuple(pieces[1::2])))
-    executor, chunks = make_executor(pipeline_group(rank, world_size), layout)
+    executor, chunks = make_executor(one_pipeline(rank, world_size), layout)
     passing = toy.forward_step if rank else pass_through
     for num in (1, 3):
         plans = build_plan("1f1b", num_stages=2, num_chunks=2, num_microbatches=num)
@@ -262,11 +260,11 @@ def accumulate(rank: int, world_size: int) -> None:
     """Four micro-batches in one step, against four steps of one each with the gradients kept."""
     layout = toy.layout_for(world_size, 1, 4)
     batches, counts = toy.microbatches(4), toy.divisors(4)
-    group = pipeline_group(rank, world_size)
-    executor, chunks = make_executor(group, layout)
+    state = one_pipeline(rank, world_size)
+    executor, chunks = make_executor(state, layout)
     together = build_plan("1f1b", num_stages=world_size, num_microbatches=4)
     executor.run(together, batches, toy.forward_step, divisors=counts, loss_scale=SCALE)
-    executor_alone, chunks_alone = make_executor(group, layout)
+    executor_alone, chunks_alone = make_executor(state, layout)
     alone = build_plan("1f1b", num_stages=world_size, num_microbatches=1)
     for batch, count in zip(batches, counts):
         executor_alone.run(alone, [batch], toy.forward_step, divisors=[count], loss_scale=SCALE)
@@ -280,7 +278,7 @@ def test_gradients_are_the_sum_over_micro_batches_and_over_runs() -> None:
 
 def validate(rank: int, world_size: int, num_chunks: int) -> None:
     layout = toy.layout_for(world_size, num_chunks, world_size * num_chunks)
-    executor, chunks = make_executor(pipeline_group(rank, world_size), layout)
+    executor, chunks = make_executor(one_pipeline(rank, world_size), layout)
     for num in (1, 5, 8):
         plans = build_plan("forward_only", num_stages=world_size, num_chunks=num_chunks, num_microbatches=num)
         instruments = toy.Instruments()
@@ -308,7 +306,7 @@ def test_forward_only_gives_losses_and_keeps_nothing(num_chunks: int) -> None:
 
 def fail_on_stage_one(rank: int, world_size: int) -> None:
     layout = toy.layout_for(world_size, 1, world_size)
-    executor, _ = make_executor(pipeline_group(rank, world_size), layout)
+    executor, _ = make_executor(one_pipeline(rank, world_size), layout)
     plans = build_plan("1f1b", num_stages=world_size, num_microbatches=4)
 
     def step(batch: int, chunk: toy.Chunk, hidden: torch.Tensor | None) -> object:
@@ -327,7 +325,7 @@ def test_a_failure_names_stage_and_action_and_stops_all_ranks() -> None:
 
 
 def test_a_plan_that_would_hang_is_refused_before_anything_runs() -> None:
-    executor, _ = make_executor(CommGroup.single("pipeline"), toy.layout_for(1, 1, 1))
+    executor, _ = make_executor(ParallelState.single(), toy.layout_for(1, 1, 1))
     plans = ((backward(0, 0), forward(0, 0)),)
     with pytest.raises(PipelineDeadlock, match=r"stage 0, action B0\.0 waits for F0\.0 of stage 0"):
         executor.run(plans, [0], lambda *_: pytest.fail("it ran"), divisors=toy.divisors(1))
@@ -342,7 +340,7 @@ def test_a_plan_that_would_hang_is_refused_before_anything_runs() -> None:
     ],
 )
 def test_a_forward_step_that_returns_something_else_is_told_so(result: object, error: str) -> None:
-    executor, _ = make_executor(CommGroup.single("pipeline"), toy.layout_for(1, 1, 1))
+    executor, _ = make_executor(ParallelState.single(), toy.layout_for(1, 1, 1))
     plans = build_plan("1f1b", num_stages=1, num_microbatches=1)
     with pytest.raises((TypeError, ValueError), match=error):
         executor.run(plans, [0], lambda batch, chunk, hidden: result, divisors=toy.divisors(1))
@@ -353,7 +351,7 @@ def test_hidden_states_of_another_shape_are_refused_before_they_are_sent() -> No
         StageLayout(stage=0, chunk=c, layers=range(c, c + 1), has_embedding=c == 0, has_output=c == 1) for c in range(2)
     )
     layout = PipelineLayout(num_stages=1, num_chunks=2, chunks=(pieces,))
-    executor, _ = make_executor(CommGroup.single("pipeline"), layout)
+    executor, _ = make_executor(ParallelState.single(), layout)
     plans = build_plan("1f1b", num_stages=1, num_chunks=2, num_microbatches=1)
     with pytest.raises(ValueError, match=r"shape \(2, 3\).*expects \(2, 3, 4\)"):
         executor.run(plans, [0], lambda *_: torch.zeros(2, 3), divisors=toy.divisors(1))

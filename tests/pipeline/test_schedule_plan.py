@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from megatron.config.parallel import ParallelConfig
-from megatron.core.pipeline_parallel.p2p_communication import channel_messages, channels
+from megatron.core.pipeline_parallel.p2p_communication import channel_messages
 from megatron.core.pipeline_parallel.schedule_plan import (
     SCHEDULES,
     Action,
@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel.schedule_plan import (
     microbatch_groups,
     producer,
 )
+from megatron.core.rank_grid import stage_channels
 
 
 def words(plan: StagePlan) -> str:
@@ -208,7 +209,7 @@ def test_consumer_and_producer_are_inverse_and_follow_the_model() -> None:
 def test_channels_carry_every_message_once_and_in_order(num_stages: int, num_chunks: int) -> None:
     num = 7
     plans = build_plan("1f1b", num_stages=num_stages, num_chunks=num_chunks, num_microbatches=num)
-    pairs = list(channels(num_stages, num_chunks))
+    pairs = stage_channels(num_stages, circular=num_chunks > 1)
     assert len(pairs) == len(set(pairs))
     total = 0
     for source, destination in pairs:

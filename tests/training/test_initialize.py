@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import socket
 import time
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ from megatron.training.initialize import (
     read_launch_environment,
 )
 from tests.checkpointing.processes import _CONTEXT
-from tests.helpers.launch import launch_tiny, pretrain_tiny
+from tests.core.test_parallel_state import groups_of, seconds_of
+from tests.helpers.launch import launch, launch_tiny, pretrain_tiny
 from tests.helpers.tiny import TINY_GPT, tiny_config
 
 TORCHRUN = {
@@ -283,6 +285,22 @@ def test_a_configuration_is_checked_before_the_start() -> None:
 
 
 # ---- the map of a started world ----
+
+
+def print_timeouts() -> None:
+    """The program of a rank: the time-outs of its groups and channels."""
+    print({name: seconds_of(group) for name, group in groups_of(initialize_megatron().state).items()}, flush=True)
+
+
+def test_the_time_out_holds_for_all_groups_and_channels(tmp_path: Path) -> None:
+    arguments = [*TINY_GPT, "--distributed-timeout-minutes", "3"]
+    sizes = ["--pipeline-model-parallel-size", "2"]
+    outcome = launch(print_timeouts, [*arguments, *sizes], ranks=4, folder=tmp_path).wait().check()
+    for text in outcome.out:
+        found = ast.literal_eval(text)
+        assert set(found.values()) == {None, 180.0}
+        assert {name for name, seconds in found.items() if seconds is None} == {"tensor", "context"}
+        assert {"world", "channel 0 to 1", "channel 1 to 0"} <= found.keys()
 
 
 def test_a_tensor_parallel_group_that_spans_nodes_gets_a_warning_that_says_what_it_costs(tmp_path: Path) -> None:

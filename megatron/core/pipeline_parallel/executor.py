@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,27 +27,27 @@ ForwardStep = Callable[[BatchT, Any, Tensor | None], Tensor | Mapping[str, Tenso
 
 
 class PipelineExecutor:
-    """Runs the model chunks of one stage. Made once, by all ranks of the world at the same time.
+    """Runs the model chunks of one stage. Made by all stages of a pipeline at the same time.
 
     Args:
         group: the pipeline group; this rank's position in it is its stage. In a group of one nothing is sent.
+        channels: what messages travel on, see `ParallelState`.
         chunks: the model chunks of this stage; only ever handed to the forward step.
         layouts: what each chunk holds, in the same order.
         hidden_shape: shape of the hidden states of a micro-batch on this rank, (s, b, h), or (s/t, b, h) with
             sequence parallelism.
-        timeout: how long to wait for a neighbour; None: the default of torch.distributed.
     """
 
     def __init__(
         self,
         *,
         group: CommGroup,
+        channels: Mapping[tuple[int, int], CommGroup],
         chunks: Sequence[object],
         layouts: Sequence[StageLayout],
         hidden_shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
-        timeout: timedelta | None = None,
     ) -> None:
         assert len(chunks) == len(layouts), (len(chunks), len(layouts))
         ends = [(group.is_first and c == 0, group.is_last and c == len(layouts) - 1) for c in range(len(layouts))]
@@ -58,12 +57,7 @@ class PipelineExecutor:
         self._layouts = tuple(layouts)
         self._checked: dict[bool, Plan] = {}  # by `forward_only`: training and evaluation take turns
         self._communicator = PipelineCommunicator(
-            group,
-            num_chunks=len(chunks),
-            hidden_shape=hidden_shape,
-            dtype=dtype,
-            device=device,
-            timeout=timeout,
+            group, channels, num_chunks=len(chunks), hidden_shape=hidden_shape, dtype=dtype, device=device
         )
 
     def run(

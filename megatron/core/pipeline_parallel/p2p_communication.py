@@ -19,7 +19,8 @@ channel nothing is in the way:
 3. A receiver waits only for data that its next action needs.
 
 So the only waiting is for inputs of actions, and it ends for every plan that `check_plan` accepts. The price
-is up to four small communicators on a rank. tests/pipeline/test_executor.py runs every schedule, and random ones.
+is up to four small communicators on a rank. On a GPU this takes for granted that messages on several
+communicators can be under way at once. tests/pipeline/test_executor.py runs every schedule, and random ones.
 
 Note [When sent data are freed]
 -------------------------------
@@ -32,9 +33,8 @@ output is freed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from torch import Tensor
 
 from megatron.core.comm_group import CommGroup
 from megatron.core.pipeline_parallel.schedule_plan import Action, Plan, consumer, producer
+from megatron.core.rank_grid import stage_channels
 
 # How many actions ahead receives are posted: one, so that a message travels while the action before it computes.
 _RECEIVE_AHEAD = 1
@@ -81,73 +82,49 @@ def channel_messages(plans: Plan, source: int, destination: int, num_chunks: int
     return messages[::-1]
 
 
-def channels(num_stages: int, num_chunks: int) -> Iterator[tuple[int, int]]:
-    """The (source, destination) pairs of stages between which messages flow, in an order that all ranks
-    share."""
-    neighbours = [(stage, stage + 1) for stage in range(num_stages - 1)]
-    if num_chunks > 1 and num_stages > 2:  # the last stage's chunk is followed by the first stage's next one
-        neighbours.append((num_stages - 1, 0))
-    for one, other in neighbours:
-        yield one, other
-        yield other, one
-
-
-def _open_channels(
-    group: CommGroup, num_chunks: int, device: torch.device, timeout: timedelta | None
-) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """Makes the channels of all pipelines, on all ranks of the world, and uses this stage's once.
-
-    torch.distributed wants every rank to take part in making a group, in one order; a rank that is not in it
-    pays some microseconds. (`use_local_synchronization` does without, but names a group after the number of
-    groups that a rank is in, which differs from stage to stage.)
-
-    NCCL connects at the first use, which holds up each end until the other one comes. Later, when one posts
-    a receive before it computes what the other end waits for, that would be a deadlock.
-    """
-    pipelines: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(pipelines, group.ranks)
-    backend = dist.get_backend(group.process_group)
-    opened = {}
-    for ranks in sorted(set(pipelines)):
-        for source, destination in channels(group.size, num_chunks):
-            channel = dist.new_group(
-                [ranks[source], ranks[destination]],
-                backend=backend,
-                timeout=timeout,
-                group_desc=f"pipeline stage {source} to {destination}",
-            )
-            if ranks == group.ranks and group.rank in (source, destination):
-                opened[source, destination] = channel
-    for (source, destination), channel in opened.items():
-        token = torch.zeros(1, device=device)
-        if group.rank == source:
-            dist.send(token, group.ranks[destination], group=channel)
-        else:
-            dist.recv(token, group.ranks[source], group=channel)
-    return opened
-
-
 class PipelineCommunicator:
-    """The channels of one stage to its neighbours. Made once, by all ranks of the world at the same time."""
+    """The channels of one stage to its neighbours. Made by all stages of a pipeline at the same time.
+
+    Args:
+        channels: of this stage, see `ParallelState`; those that nothing will be sent on stay unused.
+    """
 
     def __init__(
         self,
         group: CommGroup,
+        channels: Mapping[tuple[int, int], CommGroup],
         *,
         num_chunks: int,
         hidden_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        timeout: timedelta | None = None,
     ) -> None:
         self.group = group
         self.num_chunks = num_chunks
         self.hidden_shape = hidden_shape
         self.dtype = dtype
         self.device = device
-        self.channels = _open_channels(group, num_chunks, device, timeout) if group.size > 1 else {}
+        self.channels = {
+            pair: channels[pair].process_group
+            for pair in stage_channels(group.size, circular=num_chunks > 1)
+            if group.rank in pair
+        }
+        self._connect()
         self._plans: Plan = ()
         self._messages: dict[tuple[int, int], list[Message]] = {}
+
+    def _connect(self) -> None:
+        """Use each channel once.
+
+        NCCL connects at the first use, which holds up each end until the other one comes. Later, when one posts a
+        receive before it computes what the other end waits for, that would be a deadlock.
+        """
+        for (source, destination), channel in self.channels.items():
+            token = torch.zeros(1, device=self.device)
+            if self.group.rank == source:
+                dist.send(token, self.group.ranks[destination], group=channel)
+            else:
+                dist.recv(token, self.group.ranks[source], group=channel)
 
     def exchange(self, plans: Plan) -> Exchange:
         """The messages of one run of `plans`. Worked out once for steps that run the same plans."""
