@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import tempfile
 
@@ -23,7 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--product-slice",
         metavar="SEED:COUNT",
-        help="of the tests marked full run COUNT, drawn with SEED: another part of the product for each change",
+        default="any:10",
+        help="draw COUNT cases of the whole product of layouts and models with SEED: other ones for each change",
     )
 
 
@@ -31,13 +31,3 @@ def pytest_configure(config: pytest.Config) -> None:
     """Only the tests of GPUs see one: the others are the same on each machine, and start more ranks than GPUs."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.option.product_slice is None:
-        return
-    seed, _, count = config.option.product_slice.partition(":")
-    full = [item for item in items if item.get_closest_marker("full") is not None]
-    chosen = set(random.Random(seed).sample(full, min(int(count), len(full))))
-    config.hook.pytest_deselected(items=[item for item in full if item not in chosen])
-    items[:] = [item for item in items if item not in set(full) - chosen]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 
 import pytest
@@ -12,7 +13,8 @@ from tests.helpers.tiny import StepResult, assemble, losses_of, train_steps
 from tests.parity.layouts import Case, all_cases, every_layout, pairwise_cover
 
 STEPS = 3
-COVER = pairwise_cover(list(all_cases()))
+PRODUCT = list(all_cases())
+COVER = pairwise_cover(PRODUCT)
 EVERY_LAYOUT = [case for case in every_layout() if case not in COVER]
 
 
@@ -46,6 +48,18 @@ def test_pairwise_cover_of_layouts(case: Case) -> None:
 @pytest.mark.parametrize("case", EVERY_LAYOUT, ids=str)
 def test_every_layout(case: Case) -> None:
     check_parity(case, precision=("--fp64",), bound=PARITY_FP64, with_parameters=True)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The drawn cases come from the product of every layout with every model, too many to run at once."""
+    if "drawn_case" in metafunc.fixturenames:
+        seed, _, count = metafunc.config.option.product_slice.rpartition(":")
+        metafunc.parametrize("drawn_case", random.Random(seed).sample(PRODUCT, int(count)), ids=str)
+
+
+@pytest.mark.full
+def test_slice_of_the_whole_product(drawn_case: Case) -> None:
+    check_parity(drawn_case, precision=("--fp64",), bound=PARITY_FP64, with_parameters=True)
 
 
 @pytest.mark.parametrize("case", [case for case in COVER if 1 < case.world_size <= 6][:4], ids=str)
