@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 from megatron.config.megatron_config import MegatronConfig, Purpose, all_options, section_classes
 from megatron.config.megatron_flags import FUSION_FLAG, KnownFlag, known_flag, known_names
 from megatron.config.options import Option, read_words
-from megatron.config.problems import ConfigError, Problem, nearest_name, unknown_flag
+from megatron.config.problems import ConfigError, Problem, nearest_name, unknown_flag, without_flags
 from megatron.config.yaml_file import Entry, dump_yaml, normal_key, read_yaml, value_words
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
@@ -116,12 +116,6 @@ class _Spelling:
 
 def _normal(name: str) -> str:
     return name.replace("_", "-")
-
-
-def _full_name(name: str) -> str:
-    """The flag that sets the same field to any value."""
-    spelling = _spellings().get(_normal(name))
-    return spelling.option.name if spelling is not None else name
 
 
 @functools.cache
@@ -301,7 +295,7 @@ class _Reader:
             rule = f"and {before.flag} give {option.name.removeprefix('--')} different values"
             works = f"one of the two; {option.name} says the same in full"
             self.problems.append(Problem(flags=(group.shown, before.flag), rule=rule, works=works))
-            self.broken.add(option.name)
+            self.broken |= option.names
             return
         source[option.field] = _Given(value=value, flag=group.name, origin=group.origin)
         if _normal(group.name) in option.flag.aliases:
@@ -331,7 +325,7 @@ class _Reader:
 
     def _refuse(self, flags: tuple[str, ...], rule: str, option: Option, value: str = "") -> None:
         self.problems.append(Problem(flags=flags, value=value, rule=rule, works=_usage(option)))
-        self.broken.add(option.name)
+        self.broken |= option.names
 
     def _refuse_choice(self, group: _Group, option: Option, value: Any) -> None:
         if value in option.flag.later:
@@ -342,7 +336,7 @@ class _Reader:
             rule = "is not a known value" + (f"; nearest: {nearest}" if nearest else "")
         works = f"{option.name} {' | '.join(option.choices)}"
         self.problems.append(Problem(flags=(group.shown,), value=value, rule=rule, works=works))
-        self.broken.add(option.name)
+        self.broken |= option.names
 
     def read_extra(self, parser: argparse.ArgumentParser) -> argparse.Namespace:
         try:
@@ -368,7 +362,7 @@ class _Reader:
                 if purpose != "layout" and option.name not in self.broken:
                     rule = f"must be given: {option.flag.help}"
                     self.problems.append(Problem(flags=(option.name,), rule=rule, works=_usage(option)))
-                self.broken.add(option.name)
+                self.broken |= option.names
         built = {name: section(**sections[name]) for name, section in section_classes().items()}
         return MegatronConfig(**built)
 
@@ -387,8 +381,7 @@ class _Reader:
         """Problems of reading, then those of the rules whose flags could all be read."""
         rules = config.problems(purpose=purpose, check_files=check_files)
         rules += _unmet_conditions(config, self.accepted)
-        known = [problem for problem in rules if not self.broken & {_full_name(f) for f in problem.flags}]
-        return self.problems + list(dict.fromkeys(known))
+        return self.problems + without_flags(rules, self.broken)
 
     def start_lines(self, config: MegatronConfig, purpose: Purpose) -> Iterator[str]:
         """What a user should know about the flags that were given, and about those that were not."""
@@ -566,12 +559,15 @@ def _help(extra: argparse.ArgumentParser) -> str:
 
 
 def _help_text(option: Option) -> str:
-    """What the flag does, its other names, and its default where the text does not say it."""
+    """What the flag does, its other names, its limits, and its default where the text does not say it."""
     parts = [option.shown_help]
     if option.flag.aliases:
         parts.append(f"Also {', '.join(option.flag.aliases)}.")
+    notes = [option.limits] if option.limits else []
     if option.kind != "switch" and not option.required and "when not given" not in option.shown_help:
-        parts.append(f"(default: {_shown_default(option.default)})")
+        notes.append(f"default: {_shown_default(option.default)}")
+    if notes:
+        parts.append(f"({'; '.join(notes)})")
     return " ".join(parts).replace("%", "%%")
 
 

@@ -19,13 +19,16 @@ class CheckpointConfig:
         metadata=flag(
             "Iterations between checkpoints; only at the end when not given.",
             aliases=("--persistent-save-interval",),
+            at_least=1,
         ),
     )
     load: str | None = field(
         default=None, metadata=flag("Folder to resume from; an error when it has none.", metavar="DIR")
     )
     load_if_exists: bool = field(default=False, metadata=flag("Start anew when --load has no checkpoint yet."))
-    ckpt_step: int | None = field(default=None, metadata=flag("Iteration to load; the latest when not given."))
+    ckpt_step: int | None = field(
+        default=None, metadata=flag("Iteration to load; the latest when not given.", at_least=0)
+    )
     save_optim: bool = field(
         default=True, metadata=flag("Save the optimizer.", off_help="Leave the optimizer out of checkpoints.")
     )
@@ -52,10 +55,6 @@ class CheckpointConfig:
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
-        smallest = {"--save-interval": (self.save_interval, 1), "--ckpt-step": (self.ckpt_step, 0)}
-        for name, (value, least) in smallest.items():
-            if value is not None and value < least:
-                yield Problem(flags=(name,), value=value, rule=f"must be at least {least}", works=f"{name} {least}")
         if self.save_interval is not None and self.save is None:
             yield Problem(
                 flags=("--save-interval", "--save"),

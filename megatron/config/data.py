@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron.config.options import flag
+from megatron.config.options import LONGEST_SEQUENCE, flag, flag_name
 from megatron.config.problems import Problem
 
 DEFAULT_SPLIT, EVEN_SPLIT = "969, 30, 1", "1, 1, 1"
@@ -59,9 +59,18 @@ class DataConfig:
     data_cache_path: str | None = field(
         default=None, metadata=flag("Folder of the index files; beside the data when not given.", metavar="DIR")
     )
-    seq_length: int = field(metadata=flag("Tokens of a sample.", affects="data", aliases=("--encoder-seq-length",)))
+    seq_length: int = field(
+        metadata=flag(
+            "Tokens of a sample.",
+            affects="data",
+            aliases=("--encoder-seq-length",),
+            at_least=1,
+            at_most=LONGEST_SEQUENCE,
+        )
+    )
     num_workers: int = field(
-        default=2, metadata=flag("Threads of each rank that load data ahead; 0: when it is needed.")
+        default=2,
+        metadata=flag("Threads of each rank that load data ahead; 0: when it is needed.", at_least=0, at_most=1000),
     )
     reset_position_ids: bool = field(
         default=False, metadata=flag("Count positions from each document's start.", affects="data")
@@ -78,7 +87,7 @@ class DataConfig:
         ),
     )
     mid_level_dataset_surplus: float = field(
-        default=0.005, metadata=flag("Extra samples asked of each blended corpus.", affects="data")
+        default=0.005, metadata=flag("Extra samples asked of each blended corpus.", affects="data", at_least=0, below=1)
     )
     mmap_bin_files: bool = field(
         default=True,
@@ -92,16 +101,6 @@ class DataConfig:
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section, files aside."""
-        if self.seq_length < 1:
-            yield Problem(flags=("--seq-length",), value=self.seq_length, rule="must be at least 1")
-        if self.num_workers < 0:
-            yield Problem(flags=("--num-workers",), value=self.num_workers, rule="must not be negative")
-        if not 0 <= self.mid_level_dataset_surplus < 1:
-            yield Problem(
-                flags=("--mid-level-dataset-surplus",),
-                value=self.mid_level_dataset_surplus,
-                rule="is a part of the samples: at least 0, less than 1",
-            )
         try:
             _ = self.split_weights
         except ValueError as error:
@@ -116,7 +115,7 @@ class DataConfig:
                 parse_blend(getattr(self, name))
             except ValueError as error:
                 yield Problem(
-                    flags=(_flag(name),),
+                    flags=(flag_name(name),),
                     rule=str(error),
                     works="one prefix; prefixes without weights; or a weight before every prefix",
                 )
@@ -126,7 +125,7 @@ class DataConfig:
         yield from source_problems(
             **{name: getattr(self, name) for name in _PATH_FIELDS}, split=self.split, mock_data=self.mock_data
         )
-        parts = [_flag(name) for name in _PATH_FIELDS[1:] if getattr(self, name)]
+        parts = [flag_name(name) for name in _PATH_FIELDS[1:] if getattr(self, name)]
         if parts and not self.train_data_path and not self.data_path and not self.mock_data:
             yield Problem(
                 flags=("--train-data-path", *parts),
@@ -152,7 +151,7 @@ class DataConfig:
                 missing = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
                 if missing:
                     yield Problem(
-                        flags=(_flag(name),),
+                        flags=(flag_name(name),),
                         value=prefix,
                         rule=f"no file {' and no file '.join(missing)}",
                         works=_prefix_advice(prefix),
@@ -170,7 +169,7 @@ def source_problems(
 ) -> Iterator[Problem]:
     """Whether samples come from exactly one of: a blend that is divided, a blend for each part, mock data."""
     own = {"train_data_path": train_data_path, "valid_data_path": valid_data_path, "test_data_path": test_data_path}
-    parts = [_flag(name) for name, path in own.items() if path]
+    parts = [flag_name(name) for name, path in own.items() if path]
     if mock_data:
         for name in ["--data-path"] * bool(data_path) + parts:
             yield Problem(
@@ -205,10 +204,6 @@ def _train_share(data: DataConfig) -> float:
         return data.split_weights[0]
     except ValueError:  # which is reported already
         return 1.0
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def default_split(mock_data: bool) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.config.options import flag
+from megatron.config.options import flag, flag_name
 from megatron.config.problems import Problem
 
 
@@ -14,7 +14,7 @@ from megatron.config.problems import Problem
 class LoggingConfig:
     """The log line, its JSON form, TensorBoard and timers."""
 
-    log_interval: int = field(default=100, metadata=flag("Iterations between log lines."))
+    log_interval: int = field(default=100, metadata=flag("Iterations between log lines.", at_least=1))
     log_json: str | None = field(
         default=None, metadata=flag("File of one JSON object a step, in full precision.", metavar="FILE")
     )
@@ -27,7 +27,9 @@ class LoggingConfig:
     timing_log_level: int = field(
         default=0,
         metadata=flag(
-            "Table of timers under a log line: 0 none, 1 the parts of an iteration, 2 also computing and waiting."
+            "Table of timers under a log line: 0 none, 1 the parts of an iteration, 2 also computing and waiting.",
+            at_least=0,
+            at_most=2,
         ),
     )
     timing_log_option: Literal["max", "minmax", "all"] = field(
@@ -36,8 +38,10 @@ class LoggingConfig:
     tensorboard_dir: str | None = field(
         default=None, metadata=flag("Folder of the TensorBoard log; none is written when not given.", metavar="DIR")
     )
-    tensorboard_log_interval: int = field(default=1, metadata=flag("Iterations between TensorBoard points."))
-    tensorboard_queue_size: int = field(default=1000, metadata=flag("Points kept before they are written."))
+    tensorboard_log_interval: int = field(
+        default=1, metadata=flag("Iterations between TensorBoard points.", at_least=1)
+    )
+    tensorboard_queue_size: int = field(default=1000, metadata=flag("Points kept before they are written.", at_least=1))
     log_timers_to_tensorboard: bool = field(
         default=False, metadata=flag("The timers of --timing-log-level to TensorBoard.")
     )
@@ -51,12 +55,6 @@ class LoggingConfig:
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
-        for name in ("log_interval", "tensorboard_log_interval", "tensorboard_queue_size"):
-            value = getattr(self, name)
-            if value < 1:
-                yield Problem(flags=("--" + name.replace("_", "-"),), value=value, rule="must be at least 1")
-        if self.timing_log_level not in (0, 1, 2):
-            yield Problem(flags=("--timing-log-level",), value=self.timing_log_level, rule="must be 0, 1 or 2")
         if self.tensorboard_dir is None:
             for name in (
                 "log_timers_to_tensorboard",
@@ -64,9 +62,9 @@ class LoggingConfig:
                 "log_world_size_to_tensorboard",
             ):
                 if getattr(self, name):
-                    flag_name = "--" + name.replace("_", "-")
+                    switch = flag_name(name)
                     yield Problem(
-                        flags=(flag_name, "--tensorboard-dir"),
+                        flags=(switch, "--tensorboard-dir"),
                         rule="there is no TensorBoard log to write to",
-                        works=f"--tensorboard-dir DIR; or leave out {flag_name}",
+                        works=f"--tensorboard-dir DIR; or leave out {switch}",
                     )

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
@@ -15,10 +15,10 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.options import Affects, Option, section_options
+from megatron.config.options import Affects, Option, section_options, shown_value
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import pipeline_layout
-from megatron.config.problems import ConfigError, Problem, divisors, multiples, near, nearest_name
+from megatron.config.problems import ConfigError, Problem, divisors, multiples, near, nearest_name, without_flags
 from megatron.config.tokenizer import TokenizerConfig, padded_vocab_size
 from megatron.config.training import TrainingConfig
 from megatron.config.transformer import TransformerConfig
@@ -30,6 +30,14 @@ Purpose = Literal["training", "model", "layout"]
 # The pipeline split depends on the vocabulary through the cost of the output layer only; until a tokenizer is
 # read, GPT-2's size stands for it.
 _TYPICAL_VOCABULARY = 50257
+
+# What decides how many replicas of the model there are.
+_WORLD_FLAGS = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--world-size",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,17 +141,41 @@ class MegatronConfig:
     def problems(
         self, *, world_size: int | None = None, purpose: Purpose = "training", check_files: bool = True
     ) -> list[Problem]:
-        """Every rule that the configuration breaks, of the sections and between them."""
-        world_size = world_size if world_size is not None else self.parallel.world_size
-        found = list(_choice_problems(self))
-        if found:
-            return found  # the other rules would look for what a value that is not known means
-        found += self.parallel.problems()
-        sane = not found
+        """Every rule that the configuration breaks: those of single values, of the sections and between them.
+
+        A value that is not allowed by itself has the nearest one in its place for the rules that relate it to others,
+        so that each of those is computed from sizes within their limits; what they say about that flag is left out.
+        """
+        if world_size is not None and world_size != self.parallel.world_size:
+            parallel = dataclasses.replace(self.parallel, world_size=world_size)
+            return dataclasses.replace(self, parallel=parallel).problems(purpose=purpose, check_files=check_files)
+        wrong = [option for option in all_options() if option.rule(self.value(option))]
+        found = [_value_problem(option, self.value(option)) for option in wrong]
+        rules = self._with_nearest(wrong)._rules(purpose, check_files)
+        return found + without_flags(rules, (name for option in wrong for name in option.names))
+
+    def value(self, option: Option) -> Any:
+        """The value of an option."""
+        return getattr(getattr(self, option.section), option.field)
+
+    def _with_nearest(self, options: Iterable[Option]) -> MegatronConfig:
+        """The configuration with the nearest allowed values of some options."""
+        values: dict[str, dict[str, Any]] = {}
+        for option in options:
+            values.setdefault(option.section, {})[option.field] = option.nearest(self.value(option))
+        sections = {name: dataclasses.replace(getattr(self, name), **fields) for name, fields in values.items()}
+        return dataclasses.replace(self, **sections)
+
+    def _rules(self, purpose: Purpose, check_files: bool) -> list[Problem]:
+        """The broken rules among values that are each allowed by themselves."""
+        found = list(self.parallel.problems())
         if purpose != "layout":
-            found += [problem for section in self._sections() for problem in section.problems()]
-            sane = not found
-            found += _model_layout_problems(self, sane)
+            found += self.model.problems()
+            if not found:
+                found += _pipeline_problems(self)
+            found += _model_layout_problems(self)
+            for section in (self.optimizer, self.training, self.data, self.tokenizer, self.checkpoint, self.logging):
+                found += section.problems()
             if check_files:
                 found += self.tokenizer.file_problems()
         if purpose == "training":
@@ -153,10 +185,10 @@ class MegatronConfig:
             found += _unavailable(self)
             if check_files:
                 found += self.data.file_problems()
-        if world_size is not None and world_size > 0 and self.parallel.model_parallel_size > 0:
+        if (world_size := self.parallel.world_size) is not None:
             world_problems = list(_world_size_problems(self, world_size))
             found += world_problems
-            if purpose == "training" and not world_problems and self.training.micro_batch_size > 0:
+            if purpose == "training" and not world_problems:
                 found += _batch_problems(self, world_size // self.parallel.model_parallel_size)
         return found
 
@@ -167,17 +199,6 @@ class MegatronConfig:
         problems = self.problems(world_size=world_size, purpose=purpose, check_files=check_files)
         if problems:
             raise ConfigError(problems)
-
-    def _sections(self) -> tuple[Any, ...]:
-        return (
-            self.model,
-            self.optimizer,
-            self.training,
-            self.data,
-            self.tokenizer,
-            self.checkpoint,
-            self.logging,
-        )
 
     # ---- what to know at the start ----
 
@@ -292,13 +313,9 @@ def _refuse_unknown(what: str, given: Mapping[str, Any], known: Mapping[str, Any
 # ---- rules between sections ----
 
 
-def _choice_problems(config: MegatronConfig) -> Iterator[Problem]:
-    """Values that no flag could have given, in a configuration that a program has made."""
-    for option in all_options():
-        value = getattr(getattr(config, option.section), option.field)
-        if option.choices and value is not None and value not in option.choices:
-            rule = "is not a known value"
-            yield Problem(flags=(option.name,), value=value, rule=rule, works=" | ".join(option.choices))
+def _value_problem(option: Option, value: object) -> Problem:
+    works = " | ".join(option.choices) or f"{option.name} {shown_value(option.nearest(value))}"
+    return Problem(flags=(option.name,), value=shown_value(value), rule=option.rule(value), works=works)
 
 
 def _unavailable(config: MegatronConfig) -> Iterator[Problem]:
@@ -312,12 +329,10 @@ def _unavailable(config: MegatronConfig) -> Iterator[Problem]:
         )
 
 
-def _model_layout_problems(config: MegatronConfig, sane: bool) -> Iterator[Problem]:
-    """Model sizes against tensor and pipeline parallelism. sane: no section has a problem of its own."""
-    model, parallel, data = config.model, config.parallel, config.data
-    tensor = parallel.tensor_model_parallel_size
-    if tensor > 0 and model.num_attention_heads > 0 and model.hidden_size > 0:
-        yield from _tensor_problems(config, tensor)
+def _model_layout_problems(config: MegatronConfig) -> Iterator[Problem]:
+    """Model sizes against tensor parallelism, and the sequence against the table of positions."""
+    model, data = config.model, config.data
+    yield from _tensor_problems(config, config.parallel.tensor_model_parallel_size)
     if model.position_embedding_type == "learned_absolute":
         rows = model.max_position_embeddings
         flags = ("--max-position-embeddings", "--seq-length", "--position-embedding-type")
@@ -334,11 +349,14 @@ def _model_layout_problems(config: MegatronConfig, sane: bool) -> Iterator[Probl
                 rule=f"must not be more than --max-position-embeddings {rows}: positions are learned",
                 works=f"--seq-length {rows}; --max-position-embeddings {data.seq_length}",
             )
-    if sane:
-        try:
-            pipeline_layout(model, parallel, config.model_vocab_size(_vocabulary(config)))
-        except ConfigError as error:
-            yield from error.problems
+
+
+def _pipeline_problems(config: MegatronConfig) -> Iterator[Problem]:
+    """The layers against the stages, for sections of model and layout that are right by themselves."""
+    try:
+        pipeline_layout(config.model, config.parallel, config.model_vocab_size(_vocabulary(config)))
+    except ConfigError as error:
+        yield from error.problems
 
 
 def _vocabulary(config: MegatronConfig) -> int:
@@ -352,7 +370,7 @@ def _tensor_problems(config: MegatronConfig, tensor: int) -> Iterator[Problem]:
     fits = [
         size
         for size in divisors(heads)
-        if (groups % size == 0 or size % max(groups, 1) == 0) and ffn % size == 0 and length % size == 0
+        if (groups % size == 0 or size % groups == 0) and ffn % size == 0 and length % size == 0
     ]
     if config.parallel.sequence_parallel:
         fits.remove(1)
@@ -364,21 +382,21 @@ def _tensor_problems(config: MegatronConfig, tensor: int) -> Iterator[Problem]:
             rule=f"must be divisible by {name} {tensor}: each rank holds whole heads",
             works=f"--num-attention-heads {near(multiples(heads, tensor), heads)}; {sizes}",
         )
-    elif groups > 0 and groups % tensor and tensor % groups:
+    elif groups % tensor and tensor % groups:
         yield Problem(
             flags=("--num-query-groups", name, "--num-attention-heads"),
             value=groups,
             rule=f"must be divisible by {name} {tensor}, or divide it",
             works=f"--num-query-groups {near(divisors(tensor) + multiples(groups, tensor), groups)}; {sizes}",
         )
-    if ffn > 0 and ffn % tensor:
+    if ffn % tensor:
         yield Problem(
             flags=("--ffn-hidden-size", name, "--hidden-size"),
             value=ffn,
             rule=f"must be divisible by {name} {tensor}",
             works=f"--ffn-hidden-size {near(multiples(ffn, tensor), ffn)}; {sizes}",
         )
-    if length > 0 and length % tensor:
+    if length % tensor:
         yield Problem(
             flags=("--seq-length", "--sequence-parallel", name),
             value=length,
@@ -426,14 +444,14 @@ def _schedule_order_problems(lengths: Mapping[str, int | None], unit: str, total
     given, last, warmup = (lengths[name] for name in (decay_name, wsd_name, warmup_name))
     decay = total if given is None else given
     horizon = f"{decay_name} {decay}" if given is not None else f"--train-{unit} {total}"
-    if warmup is not None and 0 < decay <= warmup:
+    if warmup is not None and decay <= warmup:
         yield Problem(
             flags=(warmup_name, decay_name, f"--train-{unit}"),
             value=warmup,
             rule=f"must be less than the length of the decay, {horizon}",
             works=f"{warmup_name} {max(decay // 100, 0)}; {decay_name} {warmup + 1} or more",
         )
-    elif last is not None and last + (warmup or 0) > decay > 0:
+    elif last is not None and last + (warmup or 0) > decay:
         room = decay - (warmup or 0)
         yield Problem(
             flags=(wsd_name, warmup_name, decay_name, f"--train-{unit}"),
@@ -454,12 +472,7 @@ def _world_size_problems(config: MegatronConfig, world_size: int) -> Iterator[Pr
     if world_size % product:
         fits = near(multiples(world_size, product), world_size)
         yield Problem(
-            flags=(
-                "--tensor-model-parallel-size",
-                "--pipeline-model-parallel-size",
-                "--context-parallel-size",
-                "--world-size",
-            ),
+            flags=_WORLD_FLAGS,
             value=f"{sizes[0]} x pipeline {sizes[1]} x context {sizes[2]}",
             rule=f"one replica takes {product} processes, which do not divide the {world_size} started",
             works=f"start {fits} processes; or sizes whose product is {near(divisors(world_size), product)}",
@@ -474,11 +487,11 @@ def _batch_problems(config: MegatronConfig, replicas: int) -> Iterator[Problem]:
     if training.rampup_batch_size is not None:
         batches["--rampup-batch-size START"], batches["--rampup-batch-size INCREMENT"] = training.rampup_batch_size[:2]
     for name, value in batches.items():
-        if value is None or value < 1 or value % unit == 0:
+        if value is None or value % unit == 0:
             continue
         head, _, word = name.partition(" ")
         yield Problem(
-            flags=(head, "--micro-batch-size"),
+            flags=(head, "--micro-batch-size", *_WORLD_FLAGS),
             value=f"{word} {value}".strip(),
             rule=f"must be divisible by --micro-batch-size {training.micro_batch_size} x "
             f"data-parallel size {replicas} = {unit}",

@@ -37,44 +37,53 @@ class OptimizerConfig:
             constants={"--bf16": "bf16", "--fp16": "fp16", "--fp64": "fp64"},
         ),
     )
-    lr: float = field(metadata=flag("Peak learning rate."))
-    min_lr: float = field(default=0.0, metadata=flag("Learning rate at the end of the decay."))
+    lr: float = field(metadata=flag("Peak learning rate.", above=0, usual=1e-4))
+    min_lr: float = field(default=0.0, metadata=flag("Learning rate at the end of the decay.", at_least=0))
     lr_decay_style: DecayStyle = field(default="linear", metadata=flag("Shape of the decay."))
     lr_decay_iters: int | None = field(
-        default=None, metadata=flag("Iterations to the end of the decay; all when not given.")
+        default=None, metadata=flag("Iterations to the end of the decay; all when not given.", at_least=1)
     )
     lr_decay_samples: int | None = field(
-        default=None, metadata=flag("Samples to the end of the decay; all when not given.")
+        default=None, metadata=flag("Samples to the end of the decay; all when not given.", at_least=1)
     )
     lr_warmup_fraction: float | None = field(
-        default=None, metadata=flag("Warm-up as a part of the decay length.", aliases=("--warmup",))
+        default=None,
+        metadata=flag("Warm-up as a part of the decay length.", aliases=("--warmup",), at_least=0, below=1, usual=0.01),
     )
-    lr_warmup_iters: int = field(default=0, metadata=flag("Warm-up in iterations."))
-    lr_warmup_samples: int = field(default=0, metadata=flag("Warm-up in samples."))
-    lr_warmup_init: float = field(default=0.0, metadata=flag("Learning rate at which the warm-up starts."))
+    lr_warmup_iters: int = field(default=0, metadata=flag("Warm-up in iterations.", at_least=0))
+    lr_warmup_samples: int = field(default=0, metadata=flag("Warm-up in samples.", at_least=0))
+    lr_warmup_init: float = field(default=0.0, metadata=flag("Learning rate at which the warm-up starts.", at_least=0))
     lr_wsd_decay_style: WsdDecayStyle = field(default="exponential", metadata=flag("Shape of the last part of WSD."))
     lr_wsd_decay_iters: int | None = field(
-        default=None, metadata=flag("Length of the last part of WSD, in iterations.")
+        default=None, metadata=flag("Length of the last part of WSD, in iterations.", at_least=1)
     )
-    lr_wsd_decay_samples: int | None = field(default=None, metadata=flag("Length of the last part of WSD, in samples."))
-    weight_decay: float = field(default=0.01, metadata=flag("Weight decay; biases and norms have none."))
-    start_weight_decay: float | None = field(default=None, metadata=flag("Weight decay at the start of its ramp."))
-    end_weight_decay: float | None = field(default=None, metadata=flag("Weight decay at the end of its ramp."))
+    lr_wsd_decay_samples: int | None = field(
+        default=None, metadata=flag("Length of the last part of WSD, in samples.", at_least=1)
+    )
+    weight_decay: float = field(default=0.01, metadata=flag("Weight decay; biases and norms have none.", at_least=0))
+    start_weight_decay: float | None = field(
+        default=None, metadata=flag("Weight decay at the start of its ramp.", at_least=0)
+    )
+    end_weight_decay: float | None = field(
+        default=None, metadata=flag("Weight decay at the end of its ramp.", at_least=0)
+    )
     weight_decay_incr_style: WeightDecayStyle = field(
         default="constant", metadata=flag("Shape of the weight decay ramp.")
     )
-    clip_grad: float = field(default=1.0, metadata=flag("Largest global gradient norm; 0 does not clip."))
-    adam_beta1: float = field(default=0.9, metadata=flag("Decay of the first moment."))
-    adam_beta2: float = field(default=0.999, metadata=flag("Decay of the second moment."))
-    adam_eps: float = field(default=1e-8, metadata=flag("Added to the root of the second moment."))
-    sgd_momentum: float = field(default=0.9, metadata=flag("Momentum of sgd."))
+    clip_grad: float = field(default=1.0, metadata=flag("Largest global gradient norm; 0 does not clip.", at_least=0))
+    adam_beta1: float = field(default=0.9, metadata=flag("Decay of the first moment.", at_least=0, below=1))
+    adam_beta2: float = field(default=0.999, metadata=flag("Decay of the second moment.", at_least=0, below=1))
+    adam_eps: float = field(default=1e-8, metadata=flag("Added to the root of the second moment.", above=0))
+    sgd_momentum: float = field(default=0.9, metadata=flag("Momentum of sgd.", at_least=0, below=1))
     loss_scale: float | None = field(
-        default=None, metadata=flag("Fixed loss scale with --fp16; dynamic when not given.")
+        default=None, metadata=flag("Fixed loss scale with --fp16; dynamic when not given.", above=0, usual=4096.0)
     )
-    initial_loss_scale: float = field(default=2.0**32, metadata=flag("First dynamic loss scale."))
-    min_loss_scale: float = field(default=1.0, metadata=flag("Smallest dynamic loss scale."))
-    loss_scale_window: int = field(default=1000, metadata=flag("Good steps before the loss scale is doubled."))
-    hysteresis: int = field(default=2, metadata=flag("Overflows before the loss scale is halved."))
+    initial_loss_scale: float = field(default=2.0**32, metadata=flag("First dynamic loss scale.", above=0))
+    min_loss_scale: float = field(default=1.0, metadata=flag("Smallest dynamic loss scale.", above=0))
+    loss_scale_window: int = field(
+        default=1000, metadata=flag("Good steps before the loss scale is doubled.", at_least=1)
+    )
+    hysteresis: int = field(default=2, metadata=flag("Overflows before the loss scale is halved.", at_least=1))
     calculate_per_token_loss: bool = field(
         default=True,
         metadata=flag(
@@ -96,55 +105,19 @@ class OptimizerConfig:
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
-        yield from self._range_problems()
         yield from self._schedule_problems()
         yield from self._weight_decay_problems()
         yield from self._loss_scale_problems()
 
-    def _range_problems(self) -> Iterator[Problem]:
-        if self.lr <= 0:
-            yield Problem(flags=("--lr",), value=self.lr, rule="must be more than 0")
-        for name, value in {
-            "--min-lr": self.min_lr,
-            "--lr-warmup-init": self.lr_warmup_init,
-            "--weight-decay": self.weight_decay,
-            "--clip-grad": self.clip_grad,
-            "--lr-warmup-iters": self.lr_warmup_iters,
-            "--lr-warmup-samples": self.lr_warmup_samples,
-        }.items():
-            if value < 0:
-                yield Problem(flags=(name,), value=value, rule="must not be negative")
-        for name, beta in {
-            "--adam-beta1": self.adam_beta1,
-            "--adam-beta2": self.adam_beta2,
-            "--sgd-momentum": self.sgd_momentum,
-        }.items():
-            if not 0 <= beta < 1:
-                yield Problem(flags=(name,), value=beta, rule="must be at least 0 and less than 1")
-        for name, length in {
-            "--adam-eps": self.adam_eps,
-            "--lr-decay-iters": self.lr_decay_iters,
-            "--lr-decay-samples": self.lr_decay_samples,
-            "--lr-wsd-decay-iters": self.lr_wsd_decay_iters,
-            "--lr-wsd-decay-samples": self.lr_wsd_decay_samples,
-            "--loss-scale": self.loss_scale,
-            "--initial-loss-scale": self.initial_loss_scale,
-            "--min-loss-scale": self.min_loss_scale,
-            "--loss-scale-window": self.loss_scale_window,
-            "--hysteresis": self.hysteresis,
-        }.items():
-            if length is not None and length <= 0:
-                yield Problem(flags=(name,), value=length, rule="must be more than 0")
-
     def _schedule_problems(self) -> Iterator[Problem]:
-        if 0 < self.lr < self.min_lr:
+        if self.min_lr > self.lr:
             yield Problem(
                 flags=("--min-lr", "--lr"),
                 value=self.min_lr,
                 rule=f"must not be more than --lr {self.lr}",
                 works=f"--min-lr {self.lr / 10:.3g}, or --lr {self.min_lr} or more",
             )
-        if self.lr_warmup_init > self.lr > 0:
+        if self.lr_warmup_init > self.lr:
             yield Problem(
                 flags=("--lr-warmup-init", "--lr"),
                 value=self.lr_warmup_init,
@@ -152,13 +125,6 @@ class OptimizerConfig:
                 works="--lr-warmup-init 0",
             )
         fraction = self.lr_warmup_fraction
-        if fraction is not None and not 0 <= fraction < 1:
-            yield Problem(
-                flags=("--lr-warmup-fraction",),
-                value=fraction,
-                rule="is a part of the decay length: at least 0, less than 1",
-                works="--lr-warmup-fraction 0.01",
-            )
         for name, value in {
             "--lr-warmup-iters": self.lr_warmup_iters,
             "--lr-warmup-samples": self.lr_warmup_samples,
@@ -211,12 +177,12 @@ class OptimizerConfig:
                 rule=f"needs both ends of the ramp; not given: {' and '.join(missing)}",
                 works="--start-weight-decay 0.01 --end-weight-decay 0.1",
             )
-        elif not 0 <= start <= end:
+        elif start > end:
             yield Problem(
                 flags=("--start-weight-decay", "--end-weight-decay"),
                 value=start,
-                rule=f"must be at least 0 and at most --end-weight-decay {end}",
-                works=f"--start-weight-decay {max(0.0, end)} or less",
+                rule=f"must be at most --end-weight-decay {end}",
+                works=f"--start-weight-decay {end} or less",
             )
 
     def _loss_scale_problems(self) -> Iterator[Problem]:

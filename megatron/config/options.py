@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,17 @@ from typing import Any, Literal
 
 Affects = Literal["model", "data", "free"]
 Kind = Literal["switch", "number", "fraction", "text"]
+
+# The largest value of a number whose field names none: whole numbers up to it are exact in JSON and in float64.
+LARGEST_WHOLE = 2**53
+# Limits that fields share: some ten times what the largest models and clusters need.
+MOST_LAYERS = 10_000
+MOST_HEADS = 100_000
+MOST_TOKENS = 100_000_000
+LONGEST_SEQUENCE = 1_000_000_000
+MOST_PROCESSES = 10_000_000
+LARGEST_BATCH = 1_000_000
+MOST_SAMPLES = 100_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +41,10 @@ class Flag:
     affects: what a resumed run with another value would change: the model, the data, or neither.
     same_name: two paths that end in the same name count as the same value on a resume.
     meaning: the property of the section that values are compared by on a resume; the value itself by default.
+    at_least, above, at_most, below: the limits of a number, or of each of several. Every number has a lower one. Sizes
+    that are counted through or allocated have an upper one too, some ten times what the largest model or cluster needs.
+    usual: what to advise beyond an open end (above, below), next to which there is no nearest value; the default of the
+    field when not given.
     """
 
     help: str
@@ -43,6 +59,11 @@ class Flag:
     same_name: bool = False
     off_help: str = ""
     meaning: str = ""
+    at_least: int | None = None
+    above: int | None = None
+    at_most: int | None = None
+    below: int | None = None
+    usual: float | None = None
 
 
 def flag(help: str, **settings: Any) -> dict[str, Flag]:
@@ -67,7 +88,7 @@ class Option:
     @property
     def name(self) -> str:
         """The flag that sets the value (for a switch: True), with dashes."""
-        return self.flag.name or "--" + self.field.replace("_", "-")
+        return self.flag.name or flag_name(self.field)
 
     @property
     def off_name(self) -> str:
@@ -75,6 +96,56 @@ class Option:
         if self.kind != "switch":
             return ""
         return self.flag.off or "--no-" + self.name.removeprefix("--")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every flag that sets the field."""
+        return frozenset((self.name, self.off_name, *self.flag.aliases, *self.flag.constants))
+
+    @property
+    def limits(self) -> str:
+        """The limits that the field names, in words; "" for none."""
+        ends = {"at least": self.flag.at_least, "more than": self.flag.above}
+        ends |= {"at most": self.flag.at_most, "less than": self.flag.below}
+        return " and ".join(f"{word} {spelled(end)}" for word, end in ends.items() if end is not None)
+
+    def rule(self, value: Any) -> str:
+        """What a value breaks: the limits of a number, or the choice among words; "" for what is allowed."""
+        if value == self.nearest(value):
+            return ""
+        if self.choices:
+            return "is not a known value"
+        if self.flag.at_most is None and self.flag.below is None and max(_each(value)) > self._largest:
+            return f"must be at most {spelled(self._largest)}"
+        return f"must {'each ' if self.many else ''}be {self.limits}"
+
+    def nearest(self, value: Any) -> Any:
+        """The allowed value nearest to one: itself where it is allowed, the first choice for a word that is not."""
+        if value is None:
+            return None
+        if self.choices:
+            return value if value in self.choices else self.choices[0]
+        if self.kind not in ("number", "fraction"):
+            return value
+        numbers = tuple(map(self._nearest_number, _each(value)))
+        return numbers if self.many else numbers[0]
+
+    def _nearest_number(self, value: float) -> float:
+        flag = self.flag
+        # A comparison with NaN is false, so each asks for what must hold.
+        if flag.at_least is not None and not value >= flag.at_least:
+            return flag.at_least
+        beyond = (flag.above is not None and not value > flag.above) or (flag.below is not None and value >= flag.below)
+        if beyond:
+            usual: float = self.default if flag.usual is None else flag.usual
+            return usual
+        return min(value, self._largest)
+
+    @property
+    def _largest(self) -> float:
+        if self.flag.at_most is not None:
+            return self.flag.at_most
+        return LARGEST_WHOLE if self.kind == "number" else sys.float_info.max
 
     @property
     def shown(self) -> str:
@@ -85,6 +156,27 @@ class Option:
     def shown_help(self) -> str:
         """What the flag that help names does."""
         return self.flag.off_help if self.default is True else self.flag.help
+
+
+def flag_name(field: str) -> str:
+    """The flag that a field has when it names no other."""
+    return "--" + field.replace("_", "-")
+
+
+def spelled(number: float) -> str:
+    """A number as a flag takes it, short enough to read."""
+    if isinstance(number, int) and abs(number) < 2**63:
+        return f"{number:_}" if abs(number) >= 10_000 else str(number)
+    return f"{number:g}" if isinstance(number, int) else str(number)
+
+
+def shown_value(value: Any) -> str:
+    """A number, or several, as a flag takes them."""
+    return " ".join(spelled(each) if isinstance(each, int | float) else str(each) for each in _each(value))
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def section_options(section: str, config_class: type) -> list[Option]:

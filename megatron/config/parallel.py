@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.config.options import flag
+from megatron.config.options import LARGEST_BATCH, MOST_HEADS, MOST_LAYERS, MOST_PROCESSES, flag
 from megatron.config.pipeline_layout import not_interleaved
 from megatron.config.problems import Problem
 
@@ -21,28 +21,38 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = field(
         default=1,
-        metadata=flag("Ranks that share each layer.", aliases=("--model-parallel-size",)),
+        metadata=flag(
+            "Ranks that share each layer.", aliases=("--model-parallel-size",), at_least=1, at_most=MOST_HEADS
+        ),
     )
-    pipeline_model_parallel_size: int = field(default=1, metadata=flag("Pipeline stages."))
+    pipeline_model_parallel_size: int = field(
+        default=1, metadata=flag("Pipeline stages.", at_least=1, at_most=MOST_LAYERS)
+    )
     context_parallel_size: int = field(
         default=1,
-        metadata=flag("Ranks that share each sequence (in this version 1, except to print groups)."),
+        metadata=flag(
+            "Ranks that share each sequence (in this version 1, except to print groups).",
+            at_least=1,
+            at_most=MOST_PROCESSES,
+        ),
     )
     sequence_parallel: bool = field(
         default=False,
         metadata=flag("Split norms, dropouts and residuals along the sequence over the tensor-parallel ranks."),
     )
     num_layers_per_virtual_pipeline_stage: int | None = field(
-        default=None, metadata=flag("Interleave: layers of each model chunk.")
+        default=None, metadata=flag("Interleave: layers of each model chunk.", at_least=1, at_most=MOST_LAYERS)
     )
     num_virtual_stages_per_pipeline_rank: int | None = field(
-        default=None, metadata=flag("Interleave: model chunks of each stage.")
+        default=None, metadata=flag("Interleave: model chunks of each stage.", at_least=1, at_most=MOST_LAYERS)
     )
     decoder_first_pipeline_num_layers: int | None = field(
-        default=None, metadata=flag("Layers on the first stage; the others share the rest.")
+        default=None,
+        metadata=flag("Layers on the first stage; the others share the rest.", at_least=1, at_most=MOST_LAYERS),
     )
     decoder_last_pipeline_num_layers: int | None = field(
-        default=None, metadata=flag("Layers on the last stage; the others share the rest.")
+        default=None,
+        metadata=flag("Layers on the last stage; the others share the rest.", at_least=1, at_most=MOST_LAYERS),
     )
     pipeline_model_parallel_layout: str | None = field(
         default=None,
@@ -57,7 +67,11 @@ class ParallelConfig:
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = field(
         default=None,
-        metadata=flag("Interleave: micro-batches a chunk takes in a row; the number of stages when not given."),
+        metadata=flag(
+            "Interleave: micro-batches a chunk takes in a row; the number of stages when not given.",
+            at_least=1,
+            at_most=LARGEST_BATCH,
+        ),
     )
     use_tp_pp_dp_mapping: bool = field(
         default=False, metadata=flag(f"Order ranks {PIPELINE_BEFORE_DATA_ORDER} instead of {DEFAULT_ORDER}.")
@@ -65,9 +79,14 @@ class ParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = field(
         default=None, metadata=flag("Communication library; nccl on GPUs and gloo on CPUs when not given.")
     )
-    distributed_timeout_minutes: int = field(default=10, metadata=flag("Longest wait of a collective, in minutes."))
+    distributed_timeout_minutes: int = field(
+        default=10, metadata=flag("Longest wait of a collective, in minutes.", at_least=1, at_most=1_000_000)
+    )
     world_size: int | None = field(
-        default=None, metadata=flag("Number of processes; taken from the launcher when not given.")
+        default=None,
+        metadata=flag(
+            "Number of processes; taken from the launcher when not given.", at_least=1, at_most=MOST_PROCESSES
+        ),
     )
     print_parallel_groups: bool = field(
         default=False,
@@ -94,21 +113,6 @@ class ParallelConfig:
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "microbatch_group_size_per_virtual_pipeline_stage",
-            "distributed_timeout_minutes",
-            "world_size",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield Problem(flags=("--" + name.replace("_", "-"),), value=value, rule="must be at least 1")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             yield Problem(
                 flags=("--sequence-parallel", "--tensor-model-parallel-size"),

@@ -9,6 +9,7 @@ p of stage i % p. So layer numbers run over the stages first and over the chunks
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,9 +146,12 @@ def spread_layers(num_layers: int, extra_costs: Sequence[float], minimum: int) -
     and later chunks keep theirs for a shorter time.
     """
     counts = [minimum] * len(extra_costs)
+    cheapest_first = [(minimum + extra, -place) for place, extra in enumerate(extra_costs)]
+    heapq.heapify(cheapest_first)
     for _ in range(num_layers - sum(counts)):
-        cheapest = min(range(len(counts)), key=lambda i: (counts[i] + extra_costs[i], -i))
-        counts[cheapest] += 1
+        place = -cheapest_first[0][1]
+        counts[place] += 1
+        heapq.heapreplace(cheapest_first, (counts[place] + extra_costs[place], -place))
     return counts
 
 

@@ -45,6 +45,12 @@ class ConfigError(UserError):
         super().__init__(f"{count} in the configuration:\n{lines}")
 
 
+def without_flags(problems: Iterable[Problem], flags: Iterable[str]) -> list[Problem]:
+    """The problems that relate none of the flags, each once."""
+    left_out = set(flags)
+    return [problem for problem in dict.fromkeys(problems) if not left_out.intersection(problem.flags)]
+
+
 def divisors(number: int) -> list[int]:
     """All divisors of a positive number, ascending."""
     small = [candidate for candidate in range(1, int(number**0.5) + 1) if number % candidate == 0]

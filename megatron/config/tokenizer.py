@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron.config.options import flag
+from megatron.config.options import MOST_TOKENS, flag, flag_name
 from megatron.config.problems import Problem
 
 TokenizerType = Literal[
@@ -66,44 +66,50 @@ class TokenizerConfig:
     )
     vocab_size: int | None = field(
         default=None,
-        metadata=flag("Vocabulary of NullTokenizer; others know theirs, which it must be.", affects="model"),
+        metadata=flag(
+            "Vocabulary of NullTokenizer; others know theirs, which it must be.",
+            affects="model",
+            at_least=1,
+            at_most=MOST_TOKENS,
+        ),
     )
     make_vocab_size_divisible_by: int = field(
-        default=128, metadata=flag("Pad the vocabulary to a multiple of this x TP.")
+        default=128, metadata=flag("Pad the vocabulary to a multiple of this x TP.", at_least=1, at_most=1_000_000)
     )
     padded_vocab_size: int | None = field(
         default=None,
-        metadata=flag("Vocabulary rows of the model itself, instead of the tokenizer's size.", affects="model"),
+        metadata=flag(
+            "Vocabulary rows of the model itself, instead of the tokenizer's size.",
+            affects="model",
+            at_least=1,
+            at_most=MOST_TOKENS,
+        ),
     )
     null_tokenizer_eod_id: int | None = field(
         default=None,
-        metadata=flag("End-of-document id of NullTokenizer; the last when not given.", affects="data"),
+        metadata=flag("End-of-document id of NullTokenizer; the last when not given.", affects="data", at_least=0),
     )
-    null_tokenizer_pad_id: int = field(default=-1, metadata=flag("Padding id of NullTokenizer; -1: none."))
+    null_tokenizer_pad_id: int = field(default=-1, metadata=flag("Padding id of NullTokenizer; -1: none.", at_least=-1))
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section, files aside."""
-        for name in ("vocab_size", "make_vocab_size_divisible_by", "padded_vocab_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield Problem(flags=(_flag(name),), value=value, rule="must be at least 1")
         needs = _NEEDS[self.tokenizer_type]
         for name in needs:
             if getattr(self, name) is None:
                 yield Problem(
-                    flags=(_flag(name), "--tokenizer-type"),
+                    flags=(flag_name(name), "--tokenizer-type"),
                     rule=f"not given, and {self.tokenizer_type} is made from "
-                    f"{' and '.join(_flag(need) for need in needs)}",
-                    works=f"{_flag(name)} {'N' if name == 'vocab_size' else 'FILE'}",
+                    f"{' and '.join(flag_name(need) for need in needs)}",
+                    works=f"{flag_name(name)} {'N' if name == 'vocab_size' else 'FILE'}",
                 )
         for name in TOKENIZER_FILES:
             if name not in needs and getattr(self, name) is not None:
                 users = [kind for kind, uses in _NEEDS.items() if name in uses]
                 yield Problem(
-                    flags=(_flag(name), "--tokenizer-type"),
+                    flags=(flag_name(name), "--tokenizer-type"),
                     value=getattr(self, name),
                     rule=f"{self.tokenizer_type} does not use it",
-                    works=f"leave out {_flag(name)}; or --tokenizer-type {users[0]}",
+                    works=f"leave out {flag_name(name)}; or --tokenizer-type {users[0]}",
                 )
         yield from self._size_problems()
 
@@ -148,14 +154,14 @@ class TokenizerConfig:
                 if (Path(value) / "tokenizer.json").is_file():
                     continue
                 yield Problem(
-                    flags=(_flag(name),),
+                    flags=(flag_name(name),),
                     value=value,
                     rule="the folder has no tokenizer.json",
                     works="the folder of a model saved with a fast tokenizer",
                 )
                 continue
             yield Problem(
-                flags=(_flag(name),),
+                flags=(flag_name(name),),
                 value=value,
                 rule="is a folder, a file is needed" if Path(value).is_dir() else "no such file",
                 works=_file_advice(Path(value)),
@@ -166,10 +172,6 @@ def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_s
     """The vocabulary rounded up to a multiple of make_divisible_by x tensor_parallel_size (Megatron-LM)."""
     multiple = make_divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _file_advice(path: Path) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.config.options import flag
+from megatron.config.options import LARGEST_BATCH, MOST_SAMPLES, flag
 from megatron.config.problems import Problem, divisors, near
 
 
@@ -15,10 +15,18 @@ class TrainingConfig:
     """Batches, horizon, evaluation and exit."""
 
     micro_batch_size: int = field(
-        metadata=flag("Samples of one forward pass on one model replica.", aliases=("--batch-size",))
+        metadata=flag(
+            "Samples of one forward pass on one model replica.",
+            aliases=("--batch-size",),
+            at_least=1,
+            at_most=LARGEST_BATCH,
+        )
     )
     global_batch_size: int | None = field(
-        default=None, metadata=flag("Samples of one step; micro-batch x data parallel when not given.")
+        default=None,
+        metadata=flag(
+            "Samples of one step; micro-batch x data parallel when not given.", at_least=1, at_most=LARGEST_BATCH
+        ),
     )
     rampup_batch_size: tuple[int, int, int] | None = field(
         default=None,
@@ -26,26 +34,41 @@ class TrainingConfig:
             "Grow the global batch from START by INCREMENT over SAMPLES samples.",
             words=3,
             metavar="START INCREMENT SAMPLES",
+            at_least=1,
+            at_most=MOST_SAMPLES,
         ),
     )
-    train_iters: int | None = field(default=None, metadata=flag("Length of the run in iterations."))
-    train_samples: int | None = field(default=None, metadata=flag("Length of the run in samples."))
-    seed: int = field(default=1234, metadata=flag("Seed of weights, data order and dropout.", affects="data"))
+    train_iters: int | None = field(
+        default=None, metadata=flag("Length of the run in iterations.", at_least=1, at_most=MOST_SAMPLES)
+    )
+    train_samples: int | None = field(
+        default=None, metadata=flag("Length of the run in samples.", at_least=1, at_most=MOST_SAMPLES)
+    )
+    seed: int = field(
+        default=1234,
+        metadata=flag("Seed of weights, data order and dropout.", affects="data", at_least=0, at_most=2**63 - 1),
+    )
     eval_iters: int = field(
-        default=100, metadata=flag("Global batches of an evaluation; 0 or -1: none, also at the end.")
+        default=100,
+        metadata=flag(
+            "Global batches of an evaluation; 0 or -1: none, also at the end.", at_least=-1, at_most=MOST_SAMPLES
+        ),
     )
     eval_interval: int | None = field(
         default=None,
         metadata=flag(
             "Iterations between evaluations on the validation data; only at the end, then on the test data too, "
-            "when not given."
+            "when not given.",
+            at_least=1,
         ),
     )
     skip_train: bool = field(default=False, metadata=flag("Do not train; evaluate on the validation and test data."))
     exit_interval: int | None = field(
-        default=None, metadata=flag("Stop at the next iteration divisible by this; save before.")
+        default=None, metadata=flag("Stop at the next iteration divisible by this; save before.", at_least=1)
     )
-    exit_duration_in_mins: int | None = field(default=None, metadata=flag("Stop after so many minutes; save before."))
+    exit_duration_in_mins: int | None = field(
+        default=None, metadata=flag("Stop after so many minutes; save before.", at_least=1)
+    )
     exit_signal_handler: bool = field(default=False, metadata=flag("On --exit-signal save and stop."))
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"] = field(
         default="SIGTERM", metadata=flag("The signal of --exit-signal-handler.")
@@ -61,27 +84,6 @@ class TrainingConfig:
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
-        for name in (
-            "micro_batch_size",
-            "global_batch_size",
-            "train_iters",
-            "train_samples",
-            "eval_interval",
-            "exit_interval",
-            "exit_duration_in_mins",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield Problem(flags=("--" + name.replace("_", "-"),), value=value, rule="must be at least 1")
-        if self.eval_iters < -1:
-            yield Problem(
-                flags=("--eval-iters",),
-                value=self.eval_iters,
-                rule="is a number of iterations; 0 or -1 does not evaluate",
-                works="--eval-iters 0 or 100",
-            )
-        if not 0 <= self.seed < 2**63:
-            yield Problem(flags=("--seed",), value=self.seed, rule="must be at least 0 and less than 2^63")
         if self.exit_signal != "SIGTERM" and not self.exit_signal_handler:
             yield Problem(
                 flags=("--exit-signal", "--exit-signal-handler"),
@@ -117,9 +119,6 @@ class TrainingConfig:
 
     def _rampup_problems(self, start: int, increment: int, samples: int) -> Iterator[Problem]:
         name, shown = "--rampup-batch-size", f"{start} {increment} {samples}"
-        if start < 1 or increment < 1 or samples < 1:
-            yield Problem(flags=(name,), value=shown, rule="START, INCREMENT and SAMPLES must each be at least 1")
-            return
         if self.global_batch_size is None:
             yield Problem(
                 flags=(name, "--global-batch-size"),

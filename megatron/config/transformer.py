@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.config.options import flag
+from megatron.config.options import LONGEST_SEQUENCE, MOST_HEADS, MOST_LAYERS, flag
 from megatron.config.problems import Problem, divisors, multiples, near
 
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
@@ -18,29 +18,44 @@ Activation = Literal["gelu_tanh", "gelu", "swiglu", "squared_relu"]
 class TransformerConfig:
     """Sizes and choices of the model. Derived sizes are properties."""
 
-    num_layers: int = field(metadata=flag("Transformer layers.", affects="model"))
-    hidden_size: int = field(metadata=flag("Width of the residual stream.", affects="model"))
-    num_attention_heads: int = field(metadata=flag("Query heads of each layer.", affects="model"))
+    num_layers: int = field(metadata=flag("Transformer layers.", affects="model", at_least=1, at_most=MOST_LAYERS))
+    hidden_size: int = field(
+        metadata=flag("Width of the residual stream.", affects="model", at_least=1, at_most=1_000_000)
+    )
+    num_attention_heads: int = field(
+        metadata=flag("Query heads of each layer.", affects="model", at_least=1, at_most=MOST_HEADS)
+    )
     ffn_hidden_size: int | None = field(
         default=None,
         metadata=flag(
             "Width inside the MLP; 4 x hidden when not given, 8/3 x hidden rounded down to 64 with SwiGLU.",
             affects="model",
             aliases=("--intermediate-size",),
+            at_least=1,
+            at_most=10_000_000,
         ),
     )
     kv_channels: int | None = field(
-        default=None, metadata=flag("Width of a head; hidden / heads when not given.", affects="model")
+        default=None,
+        metadata=flag(
+            "Width of a head; hidden / heads when not given.", affects="model", at_least=1, at_most=1_000_000
+        ),
     )
     group_query_attention: bool = field(
         default=False, metadata=flag("Share keys and values among groups of query heads.", affects="model")
     )
     num_query_groups: int | None = field(
         default=None,
-        metadata=flag("Key/value heads with --group-query-attention (there, 1 when not given).", affects="model"),
+        metadata=flag(
+            "Key/value heads with --group-query-attention (there, 1 when not given).",
+            affects="model",
+            at_least=1,
+            at_most=MOST_HEADS,
+        ),
     )
     max_position_embeddings: int | None = field(
-        default=None, metadata=flag("Rows of the learned position table.", affects="model")
+        default=None,
+        metadata=flag("Rows of the learned position table.", affects="model", at_least=1, at_most=LONGEST_SEQUENCE),
     )
     position_embedding_type: PositionEmbedding = field(
         default="learned_absolute",
@@ -51,22 +66,28 @@ class TransformerConfig:
             later=("yarn", "mrope", "relative"),
         ),
     )
-    rotary_percent: float = field(default=1.0, metadata=flag("Part of each head that is rotated.", affects="model"))
-    rotary_base: int = field(default=10000, metadata=flag("Base of the rotary frequencies.", affects="model"))
+    rotary_percent: float = field(
+        default=1.0, metadata=flag("Part of each head that is rotated.", affects="model", above=0, at_most=1)
+    )
+    rotary_base: int = field(
+        default=10000, metadata=flag("Base of the rotary frequencies.", affects="model", at_least=1)
+    )
     rotary_interleaved: bool = field(
         default=False, metadata=flag("Rotate neighbours (2i, 2i+1) instead of halves.", affects="model")
     )
     rotary_seq_len_interpolation_factor: float | None = field(
-        default=None, metadata=flag("Divide positions by this factor.", affects="model")
+        default=None, metadata=flag("Divide positions by this factor.", affects="model", above=0, usual=2.0)
     )
     use_rope_scaling: bool = field(
         default=False, metadata=flag("Scale rotary frequencies as Llama 3.1 does.", affects="model")
     )
-    rope_scaling_factor: float = field(default=8.0, metadata=flag("Factor of --use-rope-scaling.", affects="model"))
+    rope_scaling_factor: float = field(
+        default=8.0, metadata=flag("Factor of --use-rope-scaling.", affects="model", above=0)
+    )
     normalization: Normalization = field(default="LayerNorm", metadata=flag("Norm of every layer.", affects="model"))
     norm_epsilon: float = field(
         default=1e-5,
-        metadata=flag("Epsilon inside the norms.", affects="model", aliases=("--layernorm-epsilon",)),
+        metadata=flag("Epsilon inside the norms.", affects="model", aliases=("--layernorm-epsilon",), above=0),
     )
     activation: Activation = field(
         default="gelu_tanh",
@@ -98,20 +119,26 @@ class TransformerConfig:
             words=2,
             metavar="LEFT RIGHT",
             affects="model",
+            at_least=-1,
+            at_most=LONGEST_SEQUENCE,
         ),
     )
     untie_embeddings_and_output_weights: bool = field(
         default=False, metadata=flag("Give the output layer weights of its own.", affects="model")
     )
-    hidden_dropout: float = field(default=0.1, metadata=flag("Dropout on embeddings and residual branches."))
-    attention_dropout: float = field(default=0.1, metadata=flag("Dropout on attention probabilities."))
+    hidden_dropout: float = field(
+        default=0.1, metadata=flag("Dropout on embeddings and residual branches.", at_least=0, below=1)
+    )
+    attention_dropout: float = field(
+        default=0.1, metadata=flag("Dropout on attention probabilities.", at_least=0, below=1)
+    )
     fast_attention_dropout: bool = field(
         default=False,
         metadata=flag("Let the attention kernel draw its dropout: faster, and its masks depend on the layout."),
     )
-    init_method_std: float = field(default=0.02, metadata=flag("Standard deviation of the initial weights."))
+    init_method_std: float = field(default=0.02, metadata=flag("Standard deviation of the initial weights.", above=0))
     embedding_init_method_std: float | None = field(
-        default=None, metadata=flag("The same for embeddings; --init-method-std when not given.")
+        default=None, metadata=flag("The same for embeddings; --init-method-std when not given.", above=0, usual=0.02)
     )
 
     @property
@@ -174,20 +201,18 @@ class TransformerConfig:
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
-        sizes = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels")
-        optional = ("num_query_groups", "max_position_embeddings", "rotary_base")
-        for name in sizes + optional:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield Problem(flags=(_flag(name),), value=value, rule="must be at least 1")
         yield from self._attention_problems()
         yield from self._position_problems()
-        yield from self._range_problems()
+        if self.ffn_size < 1:
+            yield Problem(
+                flags=("--ffn-hidden-size", "--hidden-size", "--activation"),
+                rule=f"with SwiGLU it is 8/3 x --hidden-size {self.hidden_size} rounded down to a multiple "
+                "of 64 when not given, and that is 0",
+                works=f"--ffn-hidden-size {4 * self.hidden_size}; --hidden-size 24 or more",
+            )
 
     def _attention_problems(self) -> Iterator[Problem]:
         heads, hidden, groups = self.num_attention_heads, self.hidden_size, self.num_query_groups
-        if heads < 1 or hidden < 1:
-            return
         if self.kv_channels is None and hidden % heads:
             yield Problem(
                 flags=("--hidden-size", "--num-attention-heads"),
@@ -205,7 +230,7 @@ class TransformerConfig:
                 works=f"--group-query-attention --num-query-groups {groups}; or leave it out: "
                 f"every one of the {heads} heads has its own keys and values",
             )
-        elif groups is not None and groups > 0 and heads % groups:
+        elif groups is not None and heads % groups:
             yield Problem(
                 flags=("--num-query-groups", "--num-attention-heads"),
                 value=groups,
@@ -220,12 +245,12 @@ class TransformerConfig:
             )
         if self.window_size is not None:
             left, right = self.window_size
-            if left < -1 or right not in (-1, 0):
+            if right > 0:
                 yield Problem(
                     flags=("--window-size",),
                     value=f"{left} {right}",
-                    rule="a GPT looks back only: LEFT is -1 (no limit), 0 or more, and RIGHT is 0 or -1",
-                    works=f"--window-size {max(left, -1)} 0",
+                    rule="a GPT looks back only: RIGHT is 0 or -1",
+                    works=f"--window-size {left} 0",
                 )
 
     def _position_problems(self) -> Iterator[Problem]:
@@ -244,14 +269,7 @@ class TransformerConfig:
                     rule=f"has an effect only with rotary positions, and --position-embedding-type is {kind}",
                     works=f"--position-embedding-type rope; or leave out {name}",
                 )
-        elif not 0 < self.rotary_percent <= 1:
-            yield Problem(
-                flags=("--rotary-percent",),
-                value=self.rotary_percent,
-                rule="is the rotated part of a head: more than 0, at most 1",
-                works="--rotary-percent 1.0, 0.5 or 0.25",
-            )
-        elif self.num_attention_heads > 0 and (self.rotary_dim < 2 or self.rotary_dim % 2):
+        elif self.rotary_dim < 2 or self.rotary_dim % 2:
             yield Problem(
                 flags=("--rotary-percent", "--kv-channels", "--hidden-size", "--num-attention-heads"),
                 value=self.rotary_percent,
@@ -268,39 +286,8 @@ class TransformerConfig:
             )
 
     def _rotary_advice(self) -> str:
-        if self.head_dim % 2:
-            return f"--kv-channels {near(multiples(self.head_dim, 2), self.head_dim)}"
-        even = near(range(2, self.head_dim + 1, 2), self.rotary_dim, 1)
-        return f"--rotary-percent {int(even) / self.head_dim:.6g} ({even} columns)"
-
-    def _range_problems(self) -> Iterator[Problem]:
-        if self.ffn_hidden_size is None and self.hidden_size > 0 and self.ffn_size < 1:
-            yield Problem(
-                flags=("--ffn-hidden-size", "--hidden-size", "--swiglu"),
-                rule=f"with SwiGLU it is 8/3 x --hidden-size {self.hidden_size} rounded down to a multiple "
-                "of 64 when not given, and that is 0",
-                works=f"--ffn-hidden-size {4 * self.hidden_size}; --hidden-size 24 or more",
-            )
-        for name in ("hidden_dropout", "attention_dropout"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                yield Problem(
-                    flags=(_flag(name),),
-                    value=value,
-                    rule="is a probability: at least 0, less than 1",
-                    works=f"{_flag(name)} 0.0 or 0.1",
-                )
-        positive = {
-            "norm_epsilon": self.norm_epsilon,
-            "rope_scaling_factor": self.rope_scaling_factor,
-            "rotary_seq_len_interpolation_factor": self.rotary_seq_len_interpolation_factor,
-            "init_method_std": self.init_method_std,
-            "embedding_init_method_std": self.embedding_init_method_std,
-        }
-        for name, number in positive.items():
-            if number is not None and number <= 0:
-                yield Problem(flags=(_flag(name),), value=number, rule="must be more than 0")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        width = self.head_dim
+        if width < 2 or width % 2:
+            return f"--kv-channels {near(multiples(width, 2), width)}"
+        even = max(2, self.rotary_dim // 2 * 2)
+        return f"--rotary-percent {even / width:.6g} ({even} columns)"

@@ -270,11 +270,17 @@ def test_help_shows_every_option_in_its_group_with_its_default() -> None:
         assert re.findall(r"^(\w+):$", raw[: place.start()], re.MULTILINE)[-1] == group, option.name
         for alias in option.flag.aliases:
             assert alias in flags
-    assert "--seed N Seed of weights, data order and dropout. (default: 1234)" in flags
+    assert "--log-interval N Iterations between log lines. (at least 1; default: 100)" in flags
     assert "--disable-bias-linear No biases in the linear layers. --add-qkv-bias" in flags
     assert "--no-save-optim Leave the optimizer out of checkpoints. --no-load-optim" in flags
-    assert "--micro-batch-size N Samples of one forward pass on one model replica. Also --batch-size." in flags
-    assert "--initial-loss-scale X First dynamic loss scale. (default: 2^32)" in flags
+    assert (
+        "--micro-batch-size N Samples of one forward pass on one model replica. Also --batch-size. (at least 1 and"
+        in flags
+    )
+    assert "--initial-loss-scale X First dynamic loss scale. (more than 0; default: 2^32)" in flags
+    assert (
+        "--hidden-dropout X Dropout on embeddings and residual branches. (at least 0 and less than 1; default:" in flags
+    )
     assert "--data-path [WEIGHT] PREFIX ... Prefixes" in flags
     assert "--split TRAIN,VALID,TEST Shares" in flags
     assert "not given. (default" not in flags

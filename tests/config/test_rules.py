@@ -27,8 +27,8 @@ REFUSED = [
         None,
         ["--num-query-groups 3", "divide", "1, 2 or 4"],
     ),
-    ("--hidden-dropout 1", "", None, ["--hidden-dropout 1.0", "probability"]),
-    ("--attention-dropout -0.1", "", None, ["--attention-dropout -0.1", "probability"]),
+    ("--hidden-dropout 1", "", None, ["--hidden-dropout 1.0", "less than 1", "--hidden-dropout 0.1"]),
+    ("--attention-dropout -0.1", "", None, ["--attention-dropout -0.1", "at least 0", "--attention-dropout 0"]),
     (
         "--swiglu --hidden-size 16",
         "",
@@ -46,7 +46,7 @@ REFUSED = [
     ("--position-embedding-type rope --rotary-percent 0.4", "", None, ["rotates 3 of the 8", "even"]),
     ("--rope-scaling-factor 4", "", None, ["--rope-scaling-factor 4.0", "--use-rope-scaling"]),
     ("--window-size 4 1", "", None, ["--window-size 4 1", "back only"]),
-    ("--window-size -2 0", "", None, ["--window-size -2 0", "--window-size -1 0"]),
+    ("--window-size -2 0", "", None, ["--window-size -2 0", "at least -1", "--window-size -1 0"]),
     ("--norm-epsilon 0", "", None, ["--norm-epsilon 0.0", "more than 0"]),
     ("--seq-length 64", "", None, ["--seq-length 64", "--max-position-embeddings 32"]),
     ("", "--max-position-embeddings", None, ["--max-position-embeddings", "32 or more"]),
@@ -138,7 +138,7 @@ REFUSED = [
     ("--train-samples 100", "", None, ["--train-iters 100", "--train-samples 100", "one of the two"]),
     ("", "--train-iters", None, ["--train-iters", "length of the run"]),
     ("", "--lr", None, ["--lr", "must be given"]),
-    ("--lr 0", "", None, ["--lr 0.0", "more than 0"]),
+    ("--lr 0", "", None, ["--lr 0.0", "more than 0", "--lr 0.0001"]),
     ("--min-lr 1", "", None, ["--min-lr 1.0", "--lr 0.001"]),
     ("--lr-decay-samples 10", "", None, ["--lr-decay-samples 10", "--train-iters 100", "--lr-decay-iters N"]),
     ("--lr-warmup-samples 10", "", None, ["--lr-warmup-samples 10", "--lr-warmup-iters N"]),
@@ -173,7 +173,7 @@ REFUSED = [
         ["--end-weight-decay", "both ends"],
     ),
     ("--adam-beta2 1", "", None, ["--adam-beta2 1.0", "less than 1"]),
-    ("--clip-grad -1", "", None, ["--clip-grad -1.0", "negative"]),
+    ("--clip-grad -1", "", None, ["--clip-grad -1.0", "at least 0"]),
     ("--loss-scale 128 --bf16", "", None, ["--loss-scale 128.0", "only fp16", "bf16"]),
     ("--fp16 --loss-scale 128 --hysteresis 3", "", None, ["--hysteresis 3", "--loss-scale 128.0"]),
     # data and tokenizer
@@ -198,11 +198,11 @@ REFUSED = [
         ["--override-opt_param-scheduler", "opposite"],
     ),
     ("--log-interval 0", "", None, ["--log-interval 0", "at least 1"]),
-    ("--timing-log-level 3", "", None, ["--timing-log-level 3", "0, 1 or 2"]),
+    ("--timing-log-level 3", "", None, ["--timing-log-level 3", "at least 0 and at most 2", "--timing-log-level 2"]),
     ("--log-timers-to-tensorboard", "", None, ["--log-timers-to-tensorboard", "--tensorboard-dir DIR"]),
     ("--exit-signal SIGINT", "", None, ["--exit-signal SIGINT", "--exit-signal-handler"]),
-    ("--eval-iters -2", "", None, ["--eval-iters -2", "0 or -1"]),
-    ("--seed -1", "", None, ["--seed -1"]),
+    ("--eval-iters -2", "", None, ["--eval-iters -2", "at least -1", "--eval-iters -1"]),
+    ("--seed -1", "", None, ["--seed -1", "at least 0", "--seed 0"]),
 ]
 
 
