@@ -334,8 +334,10 @@ def _node_warnings(state: ParallelState, config: MegatronConfig) -> list[str]:
     split = [group for group in state.grid.groups("tp") if len({state.nodes[rank] for rank in group}) > 1]
     if not split:
         return []
-    model, training, precision = config.model, config.training, config.optimizer.params_dtype
-    megabytes = 4 * config.data.seq_length * training.micro_batch_size * model.hidden_size * precision.itemsize / 1e6
+    # Per layer and micro-batch: the table of docs/PARALLELISM.md, in all-reduces, as which two of the others count.
+    all_reduces = 5 if config.parallel.sequence_parallel else 4
+    activation = config.data.seq_length * config.training.micro_batch_size * config.model.hidden_size
+    megabytes = all_reduces * activation * config.optimizer.params_dtype.itemsize / 1e6
     per_node = max(state.nodes.count(node) for node in set(state.nodes))
     return [
         f"{len(split)} tensor-parallel group(s) span nodes, the first being ranks {list(split[0])}: each layer then "

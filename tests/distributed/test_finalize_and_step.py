@@ -225,3 +225,24 @@ def test_each_reduction_is_one_collective_and_the_tied_one_comes_last() -> None:
     assert partial == toy_shards.HIDDEN
     assert replicated == 2 * toy_shards.HEAD_DIM * (toy_shards.HIDDEN + 1), "keys and values, weight and bias"
     assert tied == 4 * toy_shards.HIDDEN
+
+
+def gathers_at_the_start(rank: int, world_size: int, layout: Layout) -> list[int]:
+    """Number of parameters that each gathering of a new chunk is about."""
+    state = toy_shards.state_of(layout, rank)
+    parameters = []
+    original = collectives.all_gather_object
+
+    def counting(value: list[object], group: CommGroup) -> list[object]:
+        parameters.append(len(value))
+        return original(value, group)
+
+    collectives.all_gather_object = counting
+    toy_shards.build_chunk(layout, state)
+    return parameters
+
+
+@pytest.mark.parametrize("query_groups, expected", [(1, [2 * 3]), (2, [])])
+def test_shared_heads_of_all_layers_are_found_in_one_collective(query_groups: int, expected: list[int]) -> None:
+    """Weights and biases of three layers; none where each rank has its own heads."""
+    assert run_distributed(gathers_at_the_start, 2, Layout(tensor=2, query_groups=query_groups)) == [expected] * 2

@@ -7,6 +7,7 @@ import ast
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 from megatron.config.problems import ConfigError
 from megatron.core import parallel_state
+from megatron.core.rank_grid import RankGrid
 from megatron.training import initialize
 from megatron.training.initialize import (
     LaunchEnvironment,
@@ -312,9 +314,18 @@ def test_a_tensor_parallel_group_that_spans_nodes_gets_a_warning_that_says_what_
         environment=lambda rank: {"GROUP_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"},
     ).wait()
     outcome.check()
-    # 4 collectives of a float32 activation of 24 x 1 x 48
     assert "warning: 1 tensor-parallel group(s) span nodes, the first being ranks [0, 1, 2, 3]" in outcome.out[0]
-    assert f"reduces {4 * 24 * 48 * 4 / 1e6:.1f} MB per micro-batch over the network" in outcome.out[0]
     assert "--tensor-model-parallel-size 2 or a divisor of it" in outcome.out[0]
     assert f"rank 2 on {socket.gethostname()}#1: " in outcome.out[0]
     assert not any("warning" in text for text in outcome.out[1:])
+
+
+@pytest.mark.parametrize("flags, all_reduces", [((), 4), (("--sequence-parallel",), 5)], ids=["tensor", "sequence"])
+def test_what_a_group_that_spans_nodes_costs(flags: tuple[str, ...], all_reduces: int) -> None:
+    """In all-reduces of a float32 activation of 1024 × 8 × 48; as many bytes as one has an all-gather with a
+    reduce-scatter, and with sequence parallelism the backward gathers the inputs of two products again."""
+    sizes = ["--seq-length", "1024", "--max-position-embeddings", "1024", "--micro-batch-size", "8"]
+    config = tiny_config(*sizes, "--tensor-model-parallel-size", "4", *flags, world_size=4)
+    state = replace(parallel_state.ParallelState.single(), grid=RankGrid(tp=4), nodes=("a", "a", "b", "b"))
+    (warning,) = initialize._node_warnings(state, config)
+    assert f"reduces {all_reduces * 1024 * 8 * 48 * 4 / 1e6:.1f} MB per micro-batch over the network" in warning

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from megatron.core import collectives
 from megatron.core.distributed.grad_buffer import main_grad_of
-from megatron.core.shard import shard_of
+from megatron.core.shard import Piece, shard_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,24 +60,40 @@ class ReplicatedRuns:
 
 
 def find_replicated_runs(parameters: Iterable[nn.Parameter]) -> tuple[ReplicatedRuns, ...]:
-    """The parameters with replicated runs. Collective over their group: each rank knows only its own runs."""
-    found = []
-    for parameter in parameters:
-        shard = shard_of(parameter)
-        if not shard.replicated_pieces:
-            continue
-        mine = [piece for piece in shard.pieces if piece.holders > 1]
-        every_rank = collectives.all_gather_object(
-            [(piece.start, piece.length, piece.holders) for piece in mine], shard.group
-        )
-        holders = Counter(run for one_rank in every_rank for run in one_rank)
-        offsets = {}
-        size = 0
-        for start, length, promised in sorted(holders):
-            count = holders[start, length, promised]
-            assert count == promised, f"{shard.name}: {count} ranks hold run {start}+{length}, not {promised}"
-            offsets[start] = size
-            size += length
-        runs = tuple(LocalRun(local=piece.local, offset=offsets[piece.start], length=piece.length) for piece in mine)
-        found.append(ReplicatedRuns(parameter=parameter, dim=shard.split_dim, size=size, runs=runs))
-    return tuple(found)
+    """The parameters with replicated runs, which all have the same tensor-parallel group.
+
+    One collective over it, where there are any: each rank knows only its own runs.
+    """
+    replicated = [parameter for parameter in parameters if shard_of(parameter).replicated_pieces]
+    if not replicated:
+        return ()
+    group = shard_of(replicated[0]).group
+    mine = [[piece for piece in shard_of(parameter).pieces if piece.holders > 1] for parameter in replicated]
+    every_rank = collectives.all_gather_object(
+        [[(piece.start, piece.length, piece.holders) for piece in pieces] for pieces in mine], group
+    )
+    return tuple(
+        _place_runs(parameter, pieces, Counter(run for runs in of_ranks for run in runs))
+        for parameter, pieces, of_ranks in zip(replicated, mine, zip(*every_rank, strict=True), strict=True)
+    )
+
+
+def _place_runs(
+    parameter: nn.Parameter, mine: Sequence[Piece], holders: Counter[tuple[int, int, int]]
+) -> ReplicatedRuns:
+    """The runs of one parameter, one behind the other.
+
+    Args:
+        mine: the runs that this rank holds.
+        holders: (start, length, promised number of holders) of all runs -> how many ranks hold it.
+    """
+    shard = shard_of(parameter)
+    offsets = {}
+    size = 0
+    for start, length, promised in sorted(holders):
+        count = holders[start, length, promised]
+        assert count == promised, f"{shard.name}: {count} ranks hold run {start}+{length}, not {promised}"
+        offsets[start] = size
+        size += length
+    runs = tuple(LocalRun(local=piece.local, offset=offsets[piece.start], length=piece.length) for piece in mine)
+    return ReplicatedRuns(parameter=parameter, dim=shard.split_dim, size=size, runs=runs)
