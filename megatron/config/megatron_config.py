@@ -15,7 +15,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.options import Affects, Option, section_options, shown_value
+from megatron.config.options import MOST_SAMPLES, Affects, Option, section_options, shown_value, spelled
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import pipeline_layout
 from megatron.config.problems import ConfigError, Problem, divisors, multiples, near, nearest_name, without_flags
@@ -182,6 +182,7 @@ class MegatronConfig:
             found += self.data.source_problems()
             found += self.training.horizon_problems()
             found += _length_problems(self)
+            found += _sample_problems(self)
             found += _unavailable(self)
             if check_files:
                 found += self.data.file_problems()
@@ -459,6 +460,50 @@ def _schedule_order_problems(lengths: Mapping[str, int | None], unit: str, total
             rule=f"the last part and the warm-up together are longer than the decay, {horizon}",
             works=f"{wsd_name} {room} or less",
         )
+
+
+def _sample_problems(config: MegatronConfig) -> Iterator[Problem]:
+    """The samples of a run whose batch is known: enough for one step, and no more than an index could hold."""
+    training = config.training
+    batch = _known_batch(config)
+    if batch is None or (training.train_iters is None) == (training.train_samples is None):
+        return
+    batch_flags = ("--global-batch-size", "--micro-batch-size", *_WORLD_FLAGS)
+    first = training.rampup_batch_size[0] if training.rampup_batch_size is not None else batch
+    if training.train_iters is not None and training.train_iters * batch > MOST_SAMPLES:
+        yield Problem(
+            flags=("--train-iters", *batch_flags),
+            value=spelled(training.train_iters),
+            rule=f"x {batch} samples of a global batch are more than {spelled(MOST_SAMPLES)} samples",
+            works=f"--train-iters {spelled(MOST_SAMPLES // batch)} or less",
+        )
+    elif training.train_samples is not None and training.train_samples < first and not training.skip_train:
+        yield Problem(
+            flags=("--train-samples", "--rampup-batch-size", *batch_flags),
+            value=training.train_samples,
+            rule=f"is less than the first global batch of {first} samples, so nothing would be trained",
+            works=f"--train-samples {first} or more",
+        )
+    iterations = training.train_iters or (training.train_samples or 0) // batch
+    evaluations = iterations // training.eval_interval + 1 if training.eval_interval is not None else 1
+    if evaluations * training.eval_iters * batch > MOST_SAMPLES:
+        yield Problem(
+            flags=("--eval-iters", "--eval-interval", "--train-iters", "--train-samples", *batch_flags),
+            value=spelled(training.eval_iters),
+            rule=f"x {batch} samples of a global batch x {spelled(evaluations)} evaluations are more than "
+            f"{spelled(MOST_SAMPLES)} samples",
+            works=f"--eval-iters {spelled(MOST_SAMPLES // batch // evaluations)} or less",
+        )
+
+
+def _known_batch(config: MegatronConfig) -> int | None:
+    """Samples of the global batch; None where that needs a number of processes that is not known, or does not fit."""
+    training, parallel = config.training, config.parallel
+    if training.global_batch_size is not None:
+        return training.global_batch_size
+    if parallel.world_size is None or parallel.world_size % parallel.model_parallel_size:
+        return None
+    return training.micro_batch_size * (parallel.world_size // parallel.model_parallel_size)
 
 
 def _world_size_problems(config: MegatronConfig, world_size: int) -> Iterator[Problem]:

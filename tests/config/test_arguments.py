@@ -333,7 +333,27 @@ def test_flags_are_read_without_torch() -> None:
 
 FLAGS = st.sampled_from([option.name for option in all_options()])
 WORDS = st.sampled_from(
-    ["0", "1", "-1", "2", "3", "7", "64", "0.5", "1e30", "rope", "WSD", "fp16", "a", "", "0,0", "|"]
+    [
+        "0",
+        "1",
+        "-1",
+        "2",
+        "3",
+        "7",
+        "64",
+        "0.5",
+        "1e12",
+        "1e30",
+        "-1e30",
+        "nan",
+        "rope",
+        "WSD",
+        "fp16",
+        "a",
+        "",
+        "0,0",
+        "|",
+    ]
 )
 
 

@@ -137,6 +137,17 @@ REFUSED = [
     # the horizon and the schedules
     ("--train-samples 100", "", None, ["--train-iters 100", "--train-samples 100", "one of the two"]),
     ("", "--train-iters", None, ["--train-iters", "length of the run"]),
+    ("--train-samples 15", "--train-iters", None, ["--train-samples 15", "first global batch of 16", "16 or more"]),
+    ("--train-samples 7", "--train-iters --global-batch-size", 4, ["--train-samples 7", "first global batch of 8"]),
+    (
+        "--train-samples 3 --rampup-batch-size 4 4 100",
+        "--train-iters",
+        None,
+        ["--train-samples 3", "first global batch of 4"],
+    ),
+    ("--train-iters 1e11", "", None, ["--train-iters 100_000_000_000", "x 16 samples", "6_250_000_000 or less"]),
+    ("--eval-iters 1e10", "", None, ["--eval-iters 10_000_000_000", "x 1 evaluations", "6_250_000_000 or less"]),
+    ("--eval-iters 1e9 --eval-interval 1", "", None, ["--eval-iters 1_000_000_000", "x 101 evaluations"]),
     ("", "--lr", None, ["--lr", "must be given"]),
     ("--lr 0", "", None, ["--lr 0.0", "more than 0", "--lr 0.0001"]),
     ("--min-lr 1", "", None, ["--min-lr 1.0", "--lr 0.001"]),
@@ -239,6 +250,7 @@ WORKS = [
     ("--weight-decay-incr-style cosine --start-weight-decay 0.01 --end-weight-decay 0.1", 1),
     ("--fp16 --initial-loss-scale 65536 --loss-scale-window 500", 1),
     ("--padded-vocab-size 128 --tensor-model-parallel-size 2", 2),
+    ("--skip-train --train-iters 6250000000", 1),
     ("--lr-decay-iters 990000", 1),
     ("--load x --load-if-exists --save x --save-interval 10", 1),
     ("--vocab-size 50257 --tensor-model-parallel-size 8 --make-vocab-size-divisible-by 1", 8),
@@ -316,6 +328,10 @@ def test_a_batch_ramp_that_cannot_be_is_refused(
     )
     for word in words:
         assert word in text
+
+
+def test_a_run_without_training_needs_no_samples_for_a_step(parse: Parse) -> None:
+    parse("--skip-train --train-samples 1", without="--train-iters")
 
 
 def test_a_batch_ramp_counts_samples(refused: Refused) -> None:
