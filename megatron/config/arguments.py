@@ -272,7 +272,10 @@ class _Reader:
             return None
         if entry.value == [] and option is not None and option.default == ():
             return None
-        return replace(group, words=value_words(entry.value))
+        words = value_words(entry.value)
+        if option is not None and option.flag.words == "+" and not option.many:
+            words = [",".join(words)]  # `split: [98, 2, 0]`
+        return replace(group, words=words)
 
     def _read_value(self, group: _Group, spelling: _Spelling, source: dict[str, _Given]) -> None:
         option = spelling.option
@@ -372,8 +375,8 @@ class _Reader:
         if started is None:
             return config
         if wanted is not None and wanted != started:
-            rule = f"the launcher has started {started} processes"
-            works = f"leave out --world-size; or start {wanted} processes"
+            rule = f"is not the number of processes that the launcher has started, {started}"
+            works = "leave out --world-size; or start that many processes"
             self.problems.append(Problem(flags=("--world-size",), value=wanted, rule=rule, works=works))
         return replace(config, parallel=replace(config.parallel, world_size=started))
 

@@ -240,11 +240,11 @@ def _refuse_few_layers(
     chunks = "" if num_chunks == 1 else f" x {num_chunks} chunks"
     works = [f"{_LAYERS} {needed} or more"]
     if not fixed and model.num_layers >= num_chunks:
-        works.append(f"{_SIZE} {model.num_layers // num_chunks} or less")
+        works.append(f"{_SIZE} {_at_most(model.num_layers // num_chunks)}")
     if not fixed and num_chunks > 1 and model.num_layers >= stages:
-        works.append(f"{_CHUNKS} {model.num_layers // stages} or less")
+        works.append(f"{_CHUNKS} {_at_most(model.num_layers // stages)}")
     works.append(f"{_LAYOUT}, which may leave a chunk without layers")
-    rule = f"gives less than one layer to each of {free} stages{chunks}{taken}"
+    rule = f"gives less than one layer to {'a stage' if free == 1 else f'each of {free} stages'}{chunks}{taken}"
     _refuse((_LAYERS, _SIZE, _CHUNKS, _FIRST, _LAST), model.num_layers, rule, "; ".join(works))
 
 
@@ -295,13 +295,16 @@ def _counts_from_string(model: TransformerConfig, parallel: ParallelConfig, text
 def _expand(text: str) -> str:
     """The layout string with commas, blanks, groups and repeats resolved: only E, t, m, L and | are left."""
     expanded = re.sub(r"[\s,]", "", text)
-    repeat = re.compile(r"(?:\(([EtmL|]*)\)|([EtmL|]))\*(\d{1,9})(?!\d)|\(([EtmL|]*)\)(?!\*)")
+    repeat = re.compile(r"(?:\(([EtmL|]*)\)|([EtmL|]))\*(\d+)|\(([EtmL|]*)\)(?!\*)")
     while (match := repeat.search(expanded)) is not None:
         body = match[1] or match[2] or match[4] or ""
-        times = int(match[3] or 1)
+        digits = match[3] or "1"
+        times = int(digits) if len(digits) <= len(str(_LONGEST)) else _LONGEST + 1
+        if times == 0:
+            _refuse((_LAYOUT,), text, f"repeats {body} 0 times", f"leave out {match[0]}")
         if len(body) * times > _LONGEST:
             works = "at most as many t as layers, and as many | as chunks"
-            _refuse((_LAYOUT,), text, f"repeats {body} too often: {times} times", works)
+            _refuse((_LAYOUT,), text, f"repeats {body} too often: {digits[:12]} times", works)
         expanded = expanded[: match.start()] + body * times + expanded[match.end() :]
     unknown = re.sub(r"[EtmL|]", "", expanded)
     if unknown:
@@ -312,6 +315,9 @@ def _expand(text: str) -> str:
 
 def _check_pieces(pieces: Sequence[str], text: str, num_layers: int, num_stages: int) -> None:
     symbols = "".join(pieces)
+    if "t" not in symbols:
+        works = f"one for each layer, such as Et*{num_layers}L for a single stage"
+        _refuse((_LAYOUT,), repr(text), "has no layer (t)", works)
     if "m" in symbols:
         _refuse((_LAYOUT,), text, "has m: multi-token prediction is not offered", "leave out m")
     if symbols.count("E") != 1 or not pieces[0].startswith("E"):
@@ -334,6 +340,10 @@ def _check_pieces(pieces: Sequence[str], text: str, num_layers: int, num_stages:
         if not any(pieces[stage::num_stages]):
             rule = f"leaves stage {stage} with nothing to compute"
             _refuse((_LAYOUT, _SIZE), text, rule, "a layer, E or L for each stage")
+
+
+def _at_most(number: int) -> str:
+    return "1" if number == 1 else f"{number} or less"
 
 
 def _refuse(flags: tuple[str, ...], value: object, rule: str, works: str) -> NoReturn:

@@ -81,8 +81,9 @@ def unknown_flag(typed: str, names: Iterable[str], *, shown: str = "") -> Proble
     Args:
         shown: how to speak of it, when it did not stand in the command line.
     """
-    nearest = nearest_name("--" + typed.lstrip("-").replace("_", "-"), names, likeness=0.7)
-    works = f"{nearest} is the nearest" if nearest else "--help lists all flags"
+    bare = {name.removeprefix("--"): name for name in names}  # the dashes would make all of them alike
+    nearest = nearest_name(typed.lstrip("-").replace("_", "-"), bare, likeness=0.7)
+    works = f"{bare[nearest]} is the nearest" if nearest else "--help lists all flags"
     return Problem(flags=(shown or typed,), rule="is not a known flag", works=works)
 
 

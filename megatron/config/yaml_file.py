@@ -22,6 +22,18 @@ class Entry:
     origin: str
 
 
+class _Loader(yaml.SafeLoader):
+    """Leaves numbers as written, so that a key reads them as its flag does: to YAML, 010 is 8 and 1:30 is 90."""
+
+
+def _as_written(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+    return str(node.value)
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _as_written)
+
+
 def read_yaml(path: str, sections: Mapping[str, object]) -> tuple[list[Entry], list[Problem]]:
     """The entries of a file in order, and what cannot be read.
 
@@ -30,11 +42,15 @@ def read_yaml(path: str, sections: Mapping[str, object]) -> tuple[list[Entry], l
     """
     file = Path(path)
     if not file.is_file():
-        return [], [Problem(flags=("--config",), value=path, rule="no such file", works="a YAML file")]
+        rule = "is a folder" if file.is_dir() else "no such file"
+        return [], [Problem(flags=("--config",), value=path, rule=rule, works="a YAML file")]
     try:
-        loader = yaml.SafeLoader(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        return [], [Problem(flags=("--config",), value=path, rule=f"is not text in UTF-8: {error}")]
+        loader = _Loader(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        return [], [Problem(flags=("--config",), value=path, rule=f"cannot be read: {error.strerror}")]
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        rule = f"is not text in UTF-8: {' '.join(str(error).split())}"
+        return [], [Problem(flags=("--config",), value=path, rule=rule, works="a YAML file saved as UTF-8")]
     try:
         root = loader.get_single_node()
         if root is None:

@@ -80,7 +80,7 @@ REFUSED = [
     ),
     ("--context-parallel-size 2", "", 2, ["--context-parallel-size 2", "not available in this version"]),
     ("--world-size 0", "", None, ["--world-size 0", "at least 1"]),
-    ("--world-size 4", "", 8, ["--world-size 4", "8 processes"]),
+    ("--world-size 4", "", 8, ["--world-size 4", "has started, 8"]),
     (
         "--num-virtual-stages-per-pipeline-rank 2",
         "",
@@ -130,6 +130,16 @@ REFUSED = [
     ),
     ("--decoder-last-pipeline-num-layers 3", "", 1, ["--decoder-last-pipeline-num-layers 3", "2 or more"]),
     ("--pipeline-model-parallel-size 9", "", 9, ["--num-layers 8", "9"]),
+    (
+        "--pipeline-model-parallel-size 2 --num-layers 1",
+        "",
+        2,
+        ["--num-layers 1", "--pipeline-model-parallel-size 1; --pipeline-model-parallel-layout"],
+    ),
+    ("--pipeline-model-parallel-layout EL", "", 1, ["layout 'EL': has no layer", "Et*8L"]),
+    ("--pipeline-model-parallel-layout Et*0|ttL", "", 1, ["repeats t 0 times", "leave out t*0"]),
+    ("--pipeline-model-parallel-layout Et*1000000000|L", "", 1, ["repeats t too often: 1000000000 times"]),
+    (f"--pipeline-model-parallel-layout Et*{'9' * 5000}|L", "", 1, ["repeats t too often: 999999999999 times"]),
     # batches
     ("--global-batch-size 18", "", 4, ["--global-batch-size 18", "2 x data-parallel size 4 = 8", "16 or 24"]),
     ("", "--micro-batch-size", 4, ["--micro-batch-size", "must be given"]),
@@ -332,6 +342,11 @@ def test_a_batch_ramp_that_cannot_be_is_refused(
 
 def test_a_run_without_training_needs_no_samples_for_a_step(parse: Parse) -> None:
     parse("--skip-train --train-samples 1", without="--train-iters")
+
+
+def test_a_layout_without_words_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--pipeline-model-parallel-layout '': has no layer .t.\n +Works: .*Et\*8L"):
+        parse_arguments([*command_line(), "--pipeline-model-parallel-layout", ""])
 
 
 def test_a_batch_ramp_counts_samples(refused: Refused) -> None:

@@ -91,6 +91,10 @@ def test_flags_override_the_file(written: Written) -> None:
         ("seed: [1", ["is not YAML"]),
         ("- 1", ["must hold keys"]),
         ("window_size: [1, 2, 3]", ["run.yaml:1 window_size", "2 words"]),
+        ("a: 1", ["run.yaml:1 a: is not a known flag", "--help lists all flags"]),
+        ("num_layers: 1:30", ["run.yaml:1 num_layers 1:30", "a whole number"]),
+        ("num_layers: 0x10", ["run.yaml:1 num_layers 0x10", "a whole number"]),
+        ("seed: \0", ["run.yaml: is not text in UTF-8", "saved as UTF-8"]),
     ],
 )
 def test_a_key_that_cannot_be_honoured_is_refused_with_its_line(written: Written, text: str, words: list[str]) -> None:
@@ -104,6 +108,46 @@ def test_a_key_that_cannot_be_honoured_is_refused_with_its_line(written: Written
 def test_a_missing_file_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--config nowhere\.yaml: no such file"):
         read(*command_line(), "--config", "nowhere.yaml")
+
+
+def test_a_file_that_is_not_in_utf_8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes("seed: 7 # café".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"run\.yaml: is not text in UTF-8: .*\n +Works: a YAML file saved as UTF-8"):
+        read(*command_line(), "--config", str(tmp_path / "run.yaml"))
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--config \S+: is a folder"):
+        read(*command_line(), "--config", str(tmp_path))
+
+
+def test_a_run_has_one_file(written: Written) -> None:
+    """The second of two would hide what the first one says."""
+    with pytest.raises(ConfigError, match=r"--config a\.yaml b\.yaml: are several files, and a run has one"):
+        read(*command_line(), "--config", "a.yaml", "--config", "b.yaml")
+
+
+@pytest.mark.parametrize(
+    "text, flag, value",
+    [
+        ("num_layers: 010", "num_layers", 10),
+        ("num_layers: 1_0", "num_layers", 10),
+        ("num_layers: 1e1", "num_layers", 10),
+        ("rotary_base: 10000", "rotary_base", 10000),
+        ("norm_epsilon: 1e-6", "norm_epsilon", 1e-6),
+        ("norm_epsilon: 0.5", "norm_epsilon", 0.5),
+        ("window_size: [010, 0]", "window_size", (10, 0)),
+    ],
+)
+def test_a_number_means_what_it_means_after_the_flag(written: Written, text: str, flag: str, value: object) -> None:
+    words = command_line(without="--num-layers") + ([] if flag == "num_layers" else ["--num-layers", "10"])
+    config = read(*words, "--config", written(text))
+    assert getattr(config.model, flag) == value
+
+
+def test_a_split_may_be_a_list(written: Written) -> None:
+    shares = read(*command_line(), "--config", written("split: [98, 2, 0]")).data.split_weights
+    assert shares == (0.98, 0.02, 0.0)
 
 
 def test_the_printed_configuration_says_where_each_value_is_from_and_reads_back(written: Written) -> None:

@@ -252,7 +252,7 @@ def test_a_layout_string_with_chunks_needs_a_schedule_that_interleaves() -> None
             6,
             4,
             {"num_virtual_stages_per_pipeline_rank": 2},
-            "each of 4 stages x 2 chunks\n.*--num-layers 8.*size 3 or less; .*per-pipeline-rank 1 or less",
+            "each of 4 stages x 2 chunks\n.*--num-layers 8.*size 3 or less; .*per-pipeline-rank 1;",
         ),
         (
             10,

@@ -210,7 +210,7 @@ def test_a_world_that_the_layout_does_not_divide_is_refused(tmp_path: Path) -> N
 
 
 def test_a_world_size_that_was_not_started_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--world-size 4.*the launcher has started 1 process"):
+    with pytest.raises(ConfigError, match=r"--world-size 4.*the launcher has started, 1"):
         initialize_megatron([*TINY_GPT, "--world-size", "4"])
 
 
