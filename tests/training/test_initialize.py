@@ -16,6 +16,7 @@ import torch
 
 from megatron.config.problems import ConfigError
 from megatron.core import parallel_state
+from megatron.core.collectives import barrier
 from megatron.core.rank_grid import RankGrid
 from megatron.training import initialize
 from megatron.training.initialize import (
@@ -291,7 +292,9 @@ def test_a_configuration_is_checked_before_the_start() -> None:
 
 def print_timeouts() -> None:
     """The program of a rank: the time-outs of its groups and channels."""
-    print({name: seconds_of(group) for name, group in groups_of(initialize_megatron().state).items()}, flush=True)
+    state = initialize_megatron().state
+    print({name: seconds_of(group) for name, group in groups_of(state).items()}, flush=True)
+    barrier(state.world)  # rank 0 hosts what the others start with
 
 
 def test_the_time_out_holds_for_all_groups_and_channels(tmp_path: Path) -> None:
