@@ -3,66 +3,107 @@
 python tools/bigram_entropy.py --data-path corpus_text_document --split 95,5,0 --part valid
 
 It is computed from the counts of that very split, so a model that beats it has learned more than pairs of tokens.
-With --log-json of a training the program fails unless the last validation loss of it is below.
+With --log-json of a training the exit status is 1 unless the last validation loss of it is below.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from command_line import Parser, progress, run_tool, say
+from training_log import read_losses
 
 from megatron.config.data import DEFAULT_SPLIT, parse_split
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError
+from megatron.config.problems import UserError
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import Split, split_ranges
 
+# Tokens that are counted at a time: enough for the sorting to be worth it, and a bound on memory.
+CHUNK_TOKENS = 1 << 22
+VALIDATION_LOSS = "lm loss validation"
 
-def bigram_entropy(tokens: npt.NDArray[np.int64]) -> float:
-    """Mean of -log p(token | token before) in nats, with p from the counts of `tokens` themselves."""
-    if len(tokens) < 2:
-        raise ValueError(f"{len(tokens)} token(s) hold no pair")
-    vocabulary = int(tokens.max()) + 1
-    pairs, pair_counts = np.unique(tokens[:-1] * vocabulary + tokens[1:], return_counts=True)
-    firsts, first_counts = np.unique(tokens[:-1], return_counts=True)
-    count_of_first = first_counts[np.searchsorted(firsts, pairs // vocabulary)]
-    probabilities = pair_counts / count_of_first
-    return float(-(pair_counts * np.log(probabilities)).sum() / pair_counts.sum())
+Tokens = npt.NDArray[np.int64]
 
 
-def last_validation_loss(log: Path) -> float:
-    """The last one in a `--log-json` file; NaN when it holds none."""
-    losses = [row["lm loss validation"] for row in map(json.loads, log.open()) if "lm loss validation" in row]
-    return float(losses[-1]) if losses else float("nan")
+def bigram_entropy(chunks: Iterable[Tokens]) -> tuple[int, float]:
+    """Number of tokens, and the mean of -log p(token | token before) in nats, with p from the counts of the tokens.
+
+    Args:
+        chunks: the tokens, cut anywhere.
+
+    Raises:
+        UserError: there is no pair.
+    """
+    num_tokens = 0
+    last = np.empty(0, dtype=np.int64)
+    pairs, counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    for chunk in chunks:
+        num_tokens += len(chunk)
+        tokens = np.concatenate([last, chunk])
+        last = tokens[-1:]
+        new_pairs, new_counts = np.unique((tokens[:-1] << 32) | tokens[1:], return_counts=True)
+        pairs, places = np.unique(np.concatenate([pairs, new_pairs]), return_inverse=True)
+        counts = np.bincount(places, weights=np.concatenate([counts, new_counts]), minlength=len(pairs))
+    if not len(pairs):
+        raise UserError(f"{num_tokens} token(s) hold no pair")
+    _, firsts = np.unique(pairs >> 32, return_inverse=True)
+    count_of_first = np.bincount(firsts, weights=counts)[firsts]
+    return num_tokens, float((counts * np.log(count_of_first / counts)).sum() / counts.sum())
+
+
+def read_chunks(dataset: IndexedDataset, documents: range) -> Iterator[Tokens]:
+    """The tokens of the documents in chunks, with a progress bar."""
+    waiting, size = [], 0
+    with progress(len(documents), "counting pairs", unit=" sequences") as bar:
+        for index in documents:
+            waiting.append(dataset[index].astype(np.int64))
+            size += len(waiting[-1])
+            if size >= CHUNK_TOKENS:
+                yield np.concatenate(waiting)
+                waiting, size = [], 0
+            bar.update()
+        if waiting:
+            yield np.concatenate(waiting)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--data-path", required=True, help="prefix of a .bin and .idx file")
     parser.add_argument("--split", default=DEFAULT_SPLIT, help=f"as in training (default {DEFAULT_SPLIT})")
     parser.add_argument("--part", choices=[split.value for split in Split], default="valid", help="default valid")
     parser.add_argument("--log-json", type=Path, help="log of a training, to compare its validation loss with")
-    options = parser.parse_args()
+    options = parser.read()
     try:
-        dataset = IndexedDataset(options.data_path)
-        number = [split.value for split in Split].index(options.part)
-        part = split_ranges(parse_split(options.split), len(dataset))[number]
-        if part is None:
-            raise ValueError(f"--split {options.split} gives {options.part} nothing")
-        tokens = np.concatenate([dataset[index] for index in part] or [np.empty(0)]).astype(np.int64)
-        entropy = bigram_entropy(tokens)
-    except (ValueError, IndexedDatasetError) as error:
-        sys.exit(f"bigram_entropy.py: error: {error}")
-    print(f"bigram entropy of the {len(tokens):,} {options.part} tokens: {entropy:.4f} nats per token")
+        shares = parse_split(options.split)
+    except ValueError as error:
+        raise UserError(f"--split {options.split}: {error}") from None
+    dataset = IndexedDataset(options.data_path)
+    part = dict(zip(Split, split_ranges(shares, len(dataset))))[Split(options.part)]
+    if not part:
+        raise UserError(f"--split {options.split} gives nothing of {len(dataset)} documents to --part {options.part}")
+    num_tokens, entropy = bigram_entropy(read_chunks(dataset, part))
+    say(f"bigram entropy of the {num_tokens:,} {options.part} tokens: {entropy:.4f} nats per token")
     if options.log_json is not None:
-        loss = last_validation_loss(options.log_json)
-        if not loss < entropy:
-            sys.exit(f"validation loss {loss:.4f} is not below: the model has not learned more than pairs of tokens")
-        print(f"validation loss {loss:.4f} is below: the model has learned more than pairs of tokens")
+        compare(options.log_json, entropy)
+
+
+def compare(log: Path, entropy: float) -> None:
+    """Say whether the last validation loss of a log is below the entropy; exit status 1 when it is not.
+
+    Raises:
+        UserError: the log holds no such loss.
+    """
+    losses = read_losses(log).get(VALIDATION_LOSS)
+    if losses is None:
+        raise UserError(f"--log-json {log}: holds no validation loss; train with --eval-iters and --eval-interval")
+    loss = losses[max(losses)]
+    if not loss < entropy:
+        say(f"validation loss {loss:.4f} is not below the bigram entropy {entropy:.4f}: no more than pairs is learned")
+        sys.exit(1)
+    say(f"validation loss {loss:.4f} is below the bigram entropy {entropy:.4f}: more than pairs of tokens is learned")
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

@@ -19,7 +19,11 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from text_tools import Work, atomic_write, elapsed, prepare_output, progress, record_path, run_tool, say
+from command_line import Parser, elapsed, progress, run_tool, say
+from text_tools import Work, prepare_output, record_path
+
+from megatron.config.problems import UserError
+from megatron.data.whole_file import whole_file
 
 TOOL = "make_corpus 1"
 STANDARD_LIBRARY_SUFFIXES = (".py", ".txt", ".rst")
@@ -47,9 +51,7 @@ class Document:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="JSON-lines file to write")
     parser.add_argument(
         "--input",
@@ -68,14 +70,14 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--max-megabytes", type=float, help="stop when the texts reach this size; default: no limit")
     parser.add_argument("--seed", type=int, default=1234, help="of the order; default 1234")
-    return parser.parse_args()
+    return parser.read()
 
 
 def main() -> None:
     arguments = parse_arguments()
     started = time.perf_counter()
     if arguments.max_megabytes is not None and not arguments.max_megabytes > 0:
-        raise ValueError(f"--max-megabytes {arguments.max_megabytes}: must be above 0")
+        raise UserError(f"--max-megabytes {arguments.max_megabytes}: must be above 0")
     prepare_output(arguments.output, flag="--output")
     if arguments.input is None:
         suffixes = arguments.suffixes or STANDARD_LIBRARY_SUFFIXES
@@ -101,7 +103,7 @@ def main() -> None:
     documents, not_text, duplicates = read_documents(sources, seed=arguments.seed)
     kept = choose(documents, arguments.max_megabytes)
     if not kept:
-        raise ValueError(
+        raise UserError(
             f"--input: no text found in {len(sources)} files ({not_text} are not UTF-8 text); give other "
             "folders or --suffixes"
         )
@@ -118,20 +120,20 @@ def find_sources(arguments: Sequence[str], suffixes: Sequence[str]) -> list[Sour
     """All files that the arguments name; files named themselves are taken whatever their suffix.
 
     Raises:
-        ValueError: an argument names nothing.
+        UserError: an argument names nothing.
     """
     sources: list[Source] = []
     for argument in arguments:
         matches = [argument] if Path(argument).exists() else sorted(glob(argument, recursive=True))
         if not matches:
-            raise ValueError(f"--input {argument}: there is no such file or folder")
+            raise UserError(f"--input {argument}: there is no such file or folder")
         for match in map(Path, matches):
             if match.is_dir():
                 sources += _folder_sources(match, match.resolve().name, suffixes)
             else:
                 sources.append(Source(path=match, name=match.name))
     if not sources:
-        raise ValueError(f"--input {' '.join(arguments)}: no file that ends in {' '.join(suffixes)}")
+        raise UserError(f"--input {' '.join(arguments)}: no file that ends in {' '.join(suffixes)}")
     return sources
 
 
@@ -182,14 +184,14 @@ def write(documents: Sequence[Document], output: Path, *, seed: int) -> int:
     """Write the corpus, whose files are read again: it need not fit in memory. Returns the bytes of text.
 
     Raises:
-        ValueError: a file changed meanwhile.
+        UserError: a file changed meanwhile.
     """
     total = sum(document.size for document in documents)
-    with progress(total, "writing", unit="B") as bar, atomic_write(output) as file:
+    with progress(total, "writing", unit="B") as bar, whole_file(output) as file:
         for document in documents:
             text = document.source.path.read_bytes()
             if _key(text, seed) != document.key:
-                raise ValueError(f"{document.source.path} changed while it was read; run again")
+                raise UserError(f"{document.source.path} changed while it was read; run again")
             line = json.dumps({"text": text.decode(), "source": document.source.name}, ensure_ascii=False)
             file.write(line.encode() + b"\n")
             bar.update(document.size)

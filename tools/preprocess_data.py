@@ -9,6 +9,8 @@ number of workers. A document without tokens is kept as a document without seque
 
 import argparse
 import multiprocessing
+import os
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -21,20 +23,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from text_tools import (
-    Work,
-    elapsed,
-    find_files,
-    prepare_output,
-    progress,
-    read_text,
-    run_tool,
-    say,
-    text_of,
-)
+from command_line import Parser, elapsed, progress, run_tool, say
+from text_tools import Work, find_files, prepare_output, read_text, text_of
 
 from megatron.config.options import Option, add_to_parser, section_options
-from megatron.config.problems import ConfigError
+from megatron.config.problems import ConfigError, UserError
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -75,7 +68,7 @@ class Encoder:
         self._eod = [tokenizer.eod] if append_eod else []
 
     def __call__(self, batch: Batch) -> TokenizedBatch:
-        """Raises ValueError with file and line for a line that is not a record with texts under the keys."""
+        """Raises UserError with file and line for a line that is not a record with texts under the keys."""
         ids: list[list[int]] = [[] for _ in self.keys]
         counts: list[list[int]] = [[] for _ in self.keys]
         for number, line in enumerate(batch.lines, start=batch.first):
@@ -94,15 +87,13 @@ class Encoder:
     def _encode(self, text: str, key: str, where: str) -> list[int]:
         try:
             document = self._tokenizer.encode(text)
-        except ValueError as error:
-            raise ValueError(f"{where}, key {key!r}: {error}") from None
+        except UserError as error:
+            raise UserError(f"{where}, key {key!r}: {error}") from None
         return document + self._eod if document else document
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="JSON-lines files or glob patterns")
     parser.add_argument(
         "--output-prefix",
@@ -120,7 +111,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document id")
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize; default 1")
     add_to_parser(parser.add_argument_group("tokenizer"), tokenizer_options())
-    return parser.parse_args()
+    return parser.read()
 
 
 def tokenizer_options() -> list[Option]:
@@ -132,9 +123,9 @@ def main() -> None:
     started = time.perf_counter()
     keys: list[str] = arguments.json_keys
     if arguments.workers < 1:
-        raise ValueError(f"--workers {arguments.workers}: must be at least 1")
+        raise UserError(f"--workers {arguments.workers}: must be at least 1")
     if len(set(keys)) < len(keys):
-        raise ValueError(f"--json-keys {' '.join(keys)}: each key can be named once")
+        raise UserError(f"--json-keys {' '.join(keys)}: each key can be named once")
     files = find_files(arguments.input, flag="--input")
     prefixes = [f"{arguments.output_prefix}_{key}_document" for key in keys]
     outputs = [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)]
@@ -169,7 +160,7 @@ def tokenize(files: Sequence[Path], encoder: Encoder, prefixes: Sequence[str], w
     """Write the datasets, all or none; returns the number of documents, and of tokens for each key.
 
     Raises:
-        ValueError: a broken line, or no document at all.
+        UserError: a broken line, no document at all, or no text under a key.
     """
     documents = 0
     tokens = [0 for _ in prefixes]
@@ -187,8 +178,12 @@ def tokenize(files: Sequence[Path], encoder: Encoder, prefixes: Sequence[str], w
             rate = documents / max(1e-9, time.perf_counter() - started)
             bar.set_postfix_str(f"{rate:,.0f} documents/s", refresh=False)
             bar.update(result.size)
+        named = " ".join(map(str, files))
         if documents == 0:
-            raise ValueError(f"--input {' '.join(map(str, files))}: holds no document")
+            raise UserError(f"--input {named}: holds no document")
+        for key, count in zip(encoder.keys, tokens):
+            if count == 0:
+                raise UserError(f"--input {named}: holds no text under {key!r}, all of its values are empty")
     return documents, tokens
 
 
@@ -231,7 +226,7 @@ def _encode_all(files: Sequence[Path], encoder: Encoder, workers: int) -> Genera
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise ValueError(
+        raise UserError(
             f"--workers {workers}: a worker was killed, most likely for want of memory; use fewer workers"
         ) from None
     finally:
@@ -244,6 +239,15 @@ _worker_encoder: Encoder | None = None
 def _set_encoder(encoder: Encoder) -> None:
     global _worker_encoder
     _worker_encoder = encoder
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Without this a worker whose parent is killed would wait for work for ever, with the output open."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode_in_worker(batch: Batch) -> TokenizedBatch:

@@ -1,4 +1,4 @@
-"""What the text tools share: the record of finished work, whole files or none, progress, errors.
+"""What the text tools share: the record of finished work, files that are named, lines of text.
 
 A step is skipped when its record says that the same tool, with the same arguments, made the files that lie
 there from the inputs that lie there. Anything else is made anew, and one line says why.
@@ -8,22 +8,20 @@ import glob
 import hashlib
 import json
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from tqdm import tqdm
+from command_line import say
+
+from megatron.config.problems import UserError
+from megatron.data.whole_file import whole_file
 
 # How much of each end of an output is hashed: enough to notice truncated, appended or swapped files at any
 # size, and a record can be checked in a blink even for terabytes.
 EDGE_BYTES = 1 << 20
-
-# No watching thread: the tools fork, and a thread that holds a lock at that moment would hang the child.
-tqdm.monitor_interval = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,7 @@ class Work:
             "outputs": {path.name: _output_state(path) for path in self.outputs},
             "summary": summary,
         }
-        with atomic_write(self.record) as file:
+        with whole_file(self.record) as file:
             file.write((json.dumps(done, indent=1) + "\n").encode())
 
     def inputs_digest(self) -> str:
@@ -122,63 +120,23 @@ def _output_state(path: Path) -> dict[str, Any]:
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    return ", ".join(f"{key} {old.get(key)!r}, now {new.get(key)!r}" for key in changed)
-
-
-@contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that gets its name when the block ends well, and vanishes when it does not."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def progress(total: int, what: str, *, unit: str) -> "tqdm[Any]":
-    """A progress bar with rate and ETA on stderr; into a log file it prints a line every ten seconds only.
-
-    Args:
-        unit: "B" for bytes, which are shown as kB, MB, GB.
-    """
-    interval = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(
-        total=total,
-        desc=what,
-        unit=unit,
-        unit_scale=True,
-        mininterval=interval,
-        maxinterval=interval,
-        file=sys.stderr,
-    )
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
-def elapsed(since: float) -> str:
-    return f"{time.perf_counter() - since:.1f} s"
+    return ", ".join(f"{key} {reprlib.repr(old.get(key))}, now {reprlib.repr(new.get(key))}" for key in changed)
 
 
 def find_files(arguments: Sequence[str], *, flag: str) -> list[Path]:
     """The files that paths and glob patterns name, in the order given, a pattern's matches sorted.
 
     Raises:
-        ValueError: one names nothing, or a folder.
+        UserError: one names nothing, or a folder.
     """
     found: list[Path] = []
     for argument in arguments:
         matches = [argument] if Path(argument).exists() else sorted(glob.glob(argument, recursive=True))
         if not matches:
-            raise ValueError(f"{flag} {argument}: there is no such file")
+            raise UserError(f"{flag} {argument}: there is no such file")
         for match in matches:
             if Path(match).is_dir():
-                raise ValueError(f"{flag} {match}: is a folder; name the files, for example '{match}/*.jsonl'")
+                raise UserError(f"{flag} {match}: is a folder; name the files, for example '{match}/*.jsonl'")
             found.append(Path(match))
     return found
 
@@ -187,16 +145,16 @@ def prepare_output(path: Path, *, flag: str) -> None:
     """Create the folder of an output.
 
     Raises:
-        ValueError: the path cannot be written.
+        UserError: the path cannot be written.
     """
     if path.is_dir():
-        raise ValueError(f"{flag} {path}: is a folder; give the path of a file")
+        raise UserError(f"{flag} {path}: is a folder; give the path of a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{flag} {path}: its folder cannot be made ({error.strerror})") from None
+        raise UserError(f"{flag} {path}: its folder cannot be made ({error.strerror})") from None
     if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{flag} {path}: its folder cannot be written")
+        raise UserError(f"{flag} {path}: its folder cannot be written")
 
 
 def read_text(line: bytes, where: str) -> dict[str, Any]:
@@ -206,20 +164,20 @@ def read_text(line: bytes, where: str) -> dict[str, Any]:
         where: file and line, for messages.
 
     Raises:
-        ValueError: invalid UTF-8, invalid JSON, or not an object.
+        UserError: invalid UTF-8, invalid JSON, or not an object.
     """
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{where}: byte {error.start + 1} of the line is not valid UTF-8; convert the file to UTF-8"
         ) from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON: {error.msg} at character {error.pos + 1} of the line") from None
+        raise UserError(f"{where}: not valid JSON: {error.msg} at character {error.pos + 1} of the line") from None
     except RecursionError:
-        raise ValueError(f"{where}: JSON nested too deeply") from None
+        raise UserError(f"{where}: JSON nested too deeply") from None
     if not isinstance(record, dict):
-        raise ValueError(f'{where}: {type(record).__name__} instead of an object such as {{"text": "..."}}')
+        raise UserError(f'{where}: {type(record).__name__} instead of an object such as {{"text": "..."}}')
     return record
 
 
@@ -227,27 +185,12 @@ def text_of(record: Mapping[str, Any], key: str, where: str) -> str:
     """The text under a key of a record.
 
     Raises:
-        ValueError: no such key, or no text under it.
+        UserError: no such key, or no text under it.
     """
     if key not in record:
         keys = ", ".join(map(repr, list(record)[:10])) or "none"
-        raise ValueError(f"{where}: the record has no key {key!r}; its keys: {keys}")
+        raise UserError(f"{where}: the record has no key {key!r}; its keys: {keys}")
     text = record[key]
     if not isinstance(text, str):
-        raise ValueError(f"{where}: the value of {key!r} is {type(text).__name__}, it must be a string")
+        raise UserError(f"{where}: the value of {key!r} is {type(text).__name__}, it must be a string")
     return text
-
-
-def run_tool(main: Callable[[], None]) -> None:
-    """Call a tool's main; a user's error becomes one line on stderr and exit status 1, Ctrl-C status 130."""
-    try:
-        main()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except OSError as error:
-        print(f"error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)

@@ -13,7 +13,6 @@ import io
 import multiprocessing
 import os
 import re
-import tempfile
 import time
 import unicodedata
 from collections import deque
@@ -21,20 +20,12 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from command_line import Parser, elapsed, progress, run_tool, say
 from sentencepiece import SentencePieceTrainer
-from text_tools import (
-    Work,
-    atomic_write,
-    elapsed,
-    find_files,
-    prepare_output,
-    progress,
-    read_text,
-    run_tool,
-    say,
-    text_of,
-)
+from text_tools import Work, find_files, prepare_output, read_text, text_of
 
+from megatron.config.problems import UserError
+from megatron.data.whole_file import whole_file
 from megatron.tokenizer.sentencepiece_tokenizer import (
     LITERAL_SPACE_SYMBOL,
     SPACE_SYMBOL,
@@ -76,9 +67,7 @@ NASTY_TEXTS = [
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="JSON-lines files or glob patterns")
     parser.add_argument("--output-prefix", type=Path, required=True, help="writes PREFIX.model")
     parser.add_argument("--json-key", default="text", help="which value of a line is the text; default: text")
@@ -89,19 +78,19 @@ def parse_arguments() -> argparse.Namespace:
         default=16.0,
         help="how much of the input is trained on, spread evenly over it; default 16",
     )
-    return parser.parse_args()
+    return parser.read()
 
 
 def main() -> None:
     arguments = parse_arguments()
     started = time.perf_counter()
     if arguments.vocab_size <= RESERVED:
-        raise ValueError(
+        raise UserError(
             f"--vocab-size {arguments.vocab_size}: must be above {RESERVED}, which bytes and fixed symbols take; "
             "4096 or more is useful"
         )
     if not arguments.sample_megabytes > 0:
-        raise ValueError(f"--sample-megabytes {arguments.sample_megabytes}: must be above 0")
+        raise UserError(f"--sample-megabytes {arguments.sample_megabytes}: must be above 0")
     files = find_files(arguments.input, flag="--input")
     output = arguments.output_prefix.with_name(arguments.output_prefix.name + ".model")
     prepare_output(output, flag="--output-prefix")
@@ -119,12 +108,13 @@ def main() -> None:
         return
     inputs_digest = work.inputs_digest()
     documents = list(sample(files, arguments.json_key, int(arguments.sample_megabytes * 1e6)))
-    if not documents:
-        raise ValueError(f"--input {' '.join(arguments.input)}: holds no text")
+    if not any(documents):
+        raise UserError(f"--input {' '.join(arguments.input)}: holds no text")
     model = train(documents, arguments.vocab_size)
-    bytes_per_token = check(model, documents, output.parent)
-    with atomic_write(output) as file:
+    with whole_file(output) as file:
         file.write(model)
+        file.flush()
+        bytes_per_token = check(Path(file.name), documents)
     work.finish(inputs_digest, bytes_per_token=bytes_per_token)
     say(
         f"{output}: {arguments.vocab_size:,} tokens, {bytes_per_token:.2f} bytes of text a token, lossless on "
@@ -136,7 +126,7 @@ def sample(files: Sequence[Path], key: str, limit: int) -> Iterator[str]:
     """Texts of about `limit` bytes of lines in all, spread evenly over the files; always the same ones.
 
     Raises:
-        ValueError: a broken line, with file and line.
+        UserError: a broken line, with file and line.
     """
     total = sum(file.stat().st_size for file in files)
     rate = min(1.0, limit / total) if total else 1.0
@@ -163,7 +153,7 @@ def train(documents: Sequence[str], vocab_size: int) -> bytes:
     The trainer runs in a child, because its only sign of progress is what it writes to the process's stderr.
 
     Raises:
-        ValueError: the text cannot fill the vocabulary, or the vocabulary cannot hold the text's characters.
+        UserError: the text cannot fill the vocabulary, or the vocabulary cannot hold the text's characters.
     """
     log_end, log_start = os.pipe()
     result, sender = multiprocessing.Pipe(duplex=False)
@@ -188,7 +178,7 @@ def train(documents: Sequence[str], vocab_size: int) -> bytes:
     if isinstance(outcome, bytes):
         return outcome
     refusal = str(outcome).rsplit("] ", 1)[-1]  # without the place in its source
-    raise ValueError(f"--vocab-size {vocab_size}: SentencePiece refuses: {refusal}")
+    raise UserError(f"--vocab-size {vocab_size}: SentencePiece refuses: {refusal}")
 
 
 def _train_in_child(documents: Sequence[str], vocab_size: int, log: int, sender: Connection) -> None:
@@ -233,18 +223,15 @@ def _lines(documents: Sequence[str]) -> Iterator[str]:
                 yield line[start : start + LINE_CHARACTERS]
 
 
-def check(model: bytes, documents: Sequence[str], folder: Path) -> float:
-    """Bytes of text a token, after every check has passed.
+def check(model: Path, documents: Sequence[str]) -> float:
+    """Bytes of text a token, after every check of the model file has passed.
 
     Raises:
-        ValueError: some text does not come back as it was.
+        UserError: some text does not come back as it was.
     """
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".tokenizer-", suffix=".model") as file:
-        file.write(model)
-        file.flush()
-        tokenizer = SentencePieceTokenizer(file.name)
+    tokenizer = SentencePieceTokenizer(model)
     if tokenizer.encode(END_OF_DOCUMENT) == [tokenizer.eod]:
-        raise ValueError(f"the text {END_OF_DOCUMENT} gives the id that ends a document")
+        raise UserError(f"the text {END_OF_DOCUMENT} gives the id that ends a document")
     size = sum(len(document) for document in documents)
     step = max(1, round(size / CHECKED_BYTES))
     checked_bytes = checked_tokens = 0
@@ -254,7 +241,7 @@ def check(model: bytes, documents: Sequence[str], folder: Path) -> float:
             back = tokenizer.decode(ids)
             if back != text:
                 place = next((i for i, (a, b) in enumerate(zip(text, back)) if a != b), min(len(text), len(back)))
-                raise ValueError(
+                raise UserError(
                     f"not lossless: {text[max(0, place - 20) : place + 20]!r} comes back as "
                     f"{back[max(0, place - 20) : place + 20]!r}; no model was written"
                 )

@@ -95,7 +95,7 @@ def flag_exists(flag: str) -> bool:
 @cache
 def flags_of_programs() -> frozenset[str]:
     """Those of the tools and of torchrun."""
-    tools = [tool for tool in sorted((ROOT / "tools").glob("*.py")) if tool.name != "text_tools.py"]
+    tools = [tool for tool in sorted((ROOT / "tools").glob("*.py")) if "__main__" in tool.read_text(encoding="utf-8")]
     torchrun = [flag for action in get_args_parser()._actions for flag in action.option_strings]
     return frozenset().union(torchrun, *map(tool_flags, tools))
 

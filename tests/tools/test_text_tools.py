@@ -3,18 +3,14 @@
 import json
 import os
 import random
-import runpy
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
-import traceback
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,8 +24,8 @@ from tests.helpers.tokenizer_files import (
     gpt2_vocab_file,
     mistral_model,
 )
+from tests.helpers.tools import ROOT, Arguments, command, names, run
 
-ROOT = Path(__file__).parents[2]
 PREPROCESS = FIXTURES / "preprocess"
 GPT2 = [
     "--tokenizer-type",
@@ -40,52 +36,6 @@ GPT2 = [
     gpt2_merge_file(),
 ]
 BYTES = ["--tokenizer-type", "ByteTokenizer"]
-
-Arguments = Sequence[str | Path]
-
-
-def command(tool: str, *arguments: str | Path) -> list[str]:
-    return [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *map(str, arguments)]
-
-
-def run(tool: str, *arguments: str | Path, fails: bool = False) -> str:
-    """What the tool printed: its stdout, or with `fails` its stderr.
-
-    The tool runs in a fork of this process, which has all libraries loaded already; a new interpreter would
-    spend most of the time of these tests on importing them.
-    """
-    words = command(tool, *arguments)[1:]
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        child = os.fork()
-        if child == 0:
-            run_in_child(words, out.fileno(), err.fileno())
-        _, status = os.waitpid(child, 0)
-        out.seek(0)
-        err.seek(0)
-        printed, complained = out.read(), err.read()
-    assert "Traceback" not in complained, complained
-    assert (status != 0) == fails, complained
-    return complained if fails else printed
-
-
-def run_in_child(words: list[str], out: int, err: int) -> NoReturn:
-    status = 1
-    try:
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-        sys.argv = words
-        sys.path.insert(0, str(ROOT / "tools"))
-        runpy.run_path(words[0], run_name="__main__")
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
 
 
 def write_lines(path: Path, records: Sequence[Any]) -> Path:
@@ -107,10 +57,6 @@ def same_files(prefix: Path, expected: Path) -> bool:
         Path(f"{prefix}.{ending}").read_bytes() == Path(f"{expected}.{ending}").read_bytes()
         for ending in ("bin", "idx")
     )
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -231,7 +177,7 @@ def test_a_broken_line_is_named_with_file_and_number_and_leaves_nothing(
     error = run(
         "preprocess_data",
         *("--input", source, "--output-prefix", output / "x", "--workers", str(workers), *BYTES),
-        fails=True,
+        status=2,
     )
     assert f"error: {source}, line 4" in error
     assert message in error
@@ -244,7 +190,7 @@ def test_the_line_number_is_right_in_a_later_batch(tmp_path: Path) -> None:
     error = run(
         "preprocess_data",
         *("--input", source, "--output-prefix", tmp_path / "x", "--workers", "2", *BYTES),
-        fails=True,
+        status=2,
     )
     assert f"{source}, line 100001: not valid JSON" in error
 
@@ -260,14 +206,44 @@ def test_the_line_number_is_right_in_a_later_batch(tmp_path: Path) -> None:
         (["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "none.model"], "none.model"),
         (["--tokenizer-type", "NullTokenizer", "--vocab-size", "x"], "--vocab-size"),
         (["--tokenizer-type", "WordTokenizer"], "NullTokenizer"),
-        ([*BYTES, "--append-eos"], "unrecognized arguments: --append-eos"),
+        ([*BYTES, "--append-eos"], "--append-eos: is not a known flag; --append-eod is the nearest"),
+        (["--tokenizer-typ", "ByteTokenizer"], "--tokenizer-typ: is not a known flag; --tokenizer-type is the nearest"),
     ],
 )
 def test_a_wrong_command_is_refused_in_words(tmp_path: Path, arguments: Arguments, message: str) -> None:
     source = write_lines(tmp_path / "c.jsonl", [{"text": "a"}])
     given = [] if "--input" in arguments else ["--input", source]
-    error = run("preprocess_data", *given, "--output-prefix", tmp_path / "x", *arguments, fails=True)
+    error = run("preprocess_data", *given, "--output-prefix", tmp_path / "x", *arguments, status=2)
     assert message in error
+    assert names(tmp_path) == ["c.jsonl"]
+
+
+def test_a_tokenizer_file_of_an_interrupted_copy_is_refused(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "a"}])
+    (tmp_path / "t.model").touch()
+    error = run(
+        "preprocess_data",
+        *("--input", source, "--output-prefix", tmp_path / "x"),
+        *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tmp_path / "t.model"),
+        status=2,
+    )
+    assert f"--tokenizer-model {tmp_path / 't.model'} is not a SentencePiece model (it is empty)" in error
+    assert names(tmp_path) == ["c.jsonl", "t.model"]
+
+
+@pytest.mark.parametrize("eod", [[], ["--append-eod"]])
+def test_texts_that_are_all_empty_are_refused(tmp_path: Path, eod: list[str]) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "a", "title": ""}, {"text": "b", "title": ""}])
+    base = ["--input", source, "--json-keys", "text", "title", *eod, *BYTES]
+    error = run("preprocess_data", *base, "--output-prefix", tmp_path / "x", status=2)
+    assert f"--input {source}: holds no text under 'title'" in error
+    assert names(tmp_path) == ["c.jsonl"]
+
+
+def test_a_tokenizer_is_not_trained_on_empty_texts(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": ""}, {"text": ""}])
+    error = run("train_tokenizer", "--input", source, "--output-prefix", tmp_path / "t", status=2)
+    assert f"--input {source}: holds no text" in error
     assert names(tmp_path) == ["c.jsonl"]
 
 
@@ -280,7 +256,7 @@ def test_an_input_without_documents_is_refused(tmp_path: Path) -> None:
         "--output-prefix",
         tmp_path / "x",
         *BYTES,
-        fails=True,
+        status=2,
     )
     assert "holds no document" in error
     assert names(tmp_path) == ["c.jsonl"]
@@ -344,11 +320,14 @@ def test_a_tool_runs_as_a_script_and_explains_itself(tool: str) -> None:
     assert f"python tools/{tool}.py" in done.stdout
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_run_that_is_ended_leaves_nothing_that_looks_finished(tmp_path: Path, how: signal.Signals) -> None:
+def test_a_run_that_is_ended_leaves_nothing_that_looks_finished_or_stays(
+    tmp_path: Path, how: signal.Signals, workers: str
+) -> None:
     source = tmp_path / "c.jsonl"
-    source.write_bytes(GOOD * 1_000_000)
-    base = ["--input", source, "--output-prefix", tmp_path / "x", *BYTES]
+    source.write_bytes(GOOD * 2_000_000)
+    base = ["--input", source, "--output-prefix", tmp_path / "x", "--workers", workers, *BYTES]
     process = subprocess.Popen(
         command("preprocess_data", *base),
         stderr=subprocess.DEVNULL,
@@ -365,6 +344,9 @@ def test_a_run_that_is_ended_leaves_nothing_that_looks_finished(tmp_path: Path, 
     assert finished.isdisjoint(names(tmp_path))
     if how == signal.SIGINT:
         assert names(tmp_path) == ["c.jsonl"]
+    source.write_bytes(GOOD)
+    run("preprocess_data", *base)
+    assert names(tmp_path) == sorted({"c.jsonl", *finished})
 
 
 @pytest.fixture
@@ -435,7 +417,7 @@ def test_a_corpus_can_be_limited_and_takes_files_and_patterns(tmp_path: Path, no
 )
 def test_a_corpus_of_nothing_is_refused(tmp_path: Path, notes: Path, arguments: list[str], message: str) -> None:
     words = [word.format(notes=notes) for word in arguments]
-    assert message in run("make_corpus", "--output", tmp_path / "c.jsonl", *words, fails=True)
+    assert message in run("make_corpus", "--output", tmp_path / "c.jsonl", *words, status=2)
     assert names(tmp_path) == ["notes"]
 
 
@@ -516,7 +498,7 @@ def test_a_vocabulary_that_cannot_be_is_refused(tmp_path: Path, size: str, messa
     error = run(
         "train_tokenizer",
         *("--input", source, "--output-prefix", tmp_path / "t", "--vocab-size", size),
-        fails=True,
+        status=2,
     )
     assert message in error
     assert names(tmp_path) == ["c.jsonl"]
