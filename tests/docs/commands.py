@@ -162,11 +162,21 @@ for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@"; done
 
 
 def recorded_calls(
-    script: Path, words: Sequence[str], folder: Path, variables: Mapping[str, str], *, programs: Sequence[str]
+    script: Path,
+    words: Sequence[str],
+    folder: Path,
+    variables: Mapping[str, str],
+    *,
+    programs: Sequence[str],
+    says: str = "",
 ) -> tuple[list[list[str]], str]:
-    """Run a script with stand-ins for `programs`: their calls, and what the script printed."""
+    """Run a script with stand-ins for `programs`: their calls, and what the script printed.
+
+    Args:
+        says: what each of them prints.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in {**dict.fromkeys(programs, _RECORDER), "srun": _SRUN}.items():
+    for name, text in {**dict.fromkeys(programs, f"{_RECORDER}echo {shlex.quote(says)}\n"), "srun": _SRUN}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     record = folder / "record"

@@ -41,20 +41,65 @@ def test_directives_of_slurm_come_before_any_command() -> None:
     assert max(directives) < first_command
 
 
-def test_the_commands_of_the_quickstart_are_understood(tmp_path: Path) -> None:
+def quickstart(tmp_path: Path, half: int) -> tuple[list[list[str]], str]:
+    """The calls of the quickstart over files that stand for its data, and what it printed."""
     folder = tmp_path / "quickstart"
-    calls, printed = recorded_calls(
+    folder.mkdir(exist_ok=True)
+    for name in ("tokenizer.model", "corpus_text_document.bin", "corpus_text_document.idx"):
+        (folder / name).touch()
+    (tmp_path / "stand-ins" / "record").unlink(missing_ok=True)
+    return recorded_calls(
         ROOT / "tools" / "quickstart.sh",
         [],
         tmp_path / "stand-ins",
-        {"QUICKSTART_FOLDER": str(folder)},
+        {"QUICKSTART_FOLDER": str(folder), "QUICKSTART_HALF": str(half)},
         programs=["torchrun", "python"],
+        says="bigram entropy of the 9 valid tokens: 3.25 nats per token",
     )
-    assert [call[0] for call in calls].count("torchrun") == 2
+
+
+def trained(calls: list[list[str]]) -> Path:
+    """Have what the trainings and the picture of these calls would write."""
+    (run,) = {Path(call[call.index("--save") + 1]).parent for call in calls if call[0] == "torchrun"}
+    iterations = next(call[call.index("--train-iters") + 1] for call in calls if call[0] == "torchrun")
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(iterations)
+    (run / "loss.png").touch()
+    return run
+
+
+def programs_of(calls: list[list[str]]) -> list[str]:
+    return [Path(call[1]).stem if call[0] == "python" else call[0] for call in calls]
+
+
+@pytest.mark.parametrize("half", [1, 7, 300])
+def test_the_commands_of_the_quickstart_are_understood(tmp_path: Path, half: int) -> None:
+    calls, printed = quickstart(tmp_path, half)
+    assert programs_of(calls).count("torchrun") == 2
     for call in calls:
         check_command(call)
+    assert ["--line", "bigram entropy=3.25"] in [call[-2:] for call in calls]
+    assert programs_of(calls)[-1] == "bigram_entropy", "the end is whether the loss is below"
     shown = printed.split("\nDone.")[1].replace("\\\n", " ").splitlines()
     commands = [words for line in shown if line.startswith("  ") for words in commands_of(line)]
     assert [words[0] for words in commands] == ["tensorboard", "torchrun"]
     for words in commands:
         check_command(words)
+
+
+def test_the_quickstart_skips_what_is_complete(tmp_path: Path) -> None:
+    trained(quickstart(tmp_path, 300)[0])
+    calls, printed = quickstart(tmp_path, 300)
+    assert programs_of(calls) == ["make_corpus", "train_tokenizer", "preprocess_data", "bigram_entropy"]
+    assert printed.count(": skipped") == 3
+    assert printed.count(" s)") == 7, "each step says how long it took"
+
+
+@pytest.mark.parametrize("change", ["half", "tokenizer.model", "corpus_text_document.bin"])
+def test_the_quickstart_trains_anew_when_anything_differs(tmp_path: Path, change: str) -> None:
+    before = trained(quickstart(tmp_path, 300)[0])
+    if change != "half":
+        (tmp_path / "quickstart" / change).write_text("other")
+    calls, _ = quickstart(tmp_path, 200 if change == "half" else 300)
+    assert programs_of(calls).count("torchrun") == 2
+    assert trained(calls) != before
