@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from command_line import Parser, elapsed, run_tool, say
 
-from megatron.checkpointing import CheckpointError, load_checkpoint, model_tensors
+from megatron.checkpointing import load_checkpoint, model_tensors
 from megatron.config.megatron_config import MegatronConfig
 from megatron.config.options import add_to_parser, section_options
 from megatron.config.pipeline_layout import StageLayout
-from megatron.config.problems import ConfigError
+from megatron.config.problems import ConfigError, UserError
 from megatron.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.parallel_state import ParallelState
@@ -44,7 +46,9 @@ def load_model(
     world = CommGroup.single("world")
     checkpoint = load_checkpoint(folder, step=step, world=world)
     config = MegatronConfig.from_dict(checkpoint.metadata["config"])
-    config = replace(config, tokenizer=tokenizer_of(config.tokenizer, files))
+    # The weights of a checkpoint have all their bits, also where the training computed with fewer.
+    full = replace(config.optimizer, precision="fp64" if config.optimizer.precision == "fp64" else "fp32")
+    config = replace(config, tokenizer=tokenizer_of(config.tokenizer, files), optimizer=full)
     vocabulary = build_vocabulary(config)
     context = MegatronContext(config=config, state=ParallelState.single(), device=device, extra=argparse.Namespace())
     stage = StageLayout(stage=0, chunk=0, layers=range(config.model.num_layers), has_embedding=True, has_output=True)
@@ -74,7 +78,7 @@ def tokenizer_of(trained: TokenizerConfig, files: Mapping[str, Any]) -> Tokenize
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--load", required=True, help="checkpoint folder: the --save of the training")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the newest)")
     parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
@@ -86,17 +90,16 @@ def main() -> None:
     group = parser.add_argument_group("files of the tokenizer", "by default where they were in the training")
     tokenizer_options = section_options("tokenizer", TokenizerConfig)
     add_to_parser(group, (option for option in tokenizer_options if option.field in TOKENIZER_FILES))
-    options = parser.parse_args()
+    options = parser.read()
     files = {field: path for field in TOKENIZER_FILES if (path := getattr(options, field)) is not None}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.num_tokens < 1:
-        sys.exit(f"generate_text.py: error: --num-tokens ({options.num_tokens}) must be at least 1")
-    try:
-        sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-        model, tokenizer, config = load_model(options.load, options.ckpt_step, files, device)
-        prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]
-    except (ValueError, CheckpointError) as error:
-        sys.exit(f"generate_text.py: error: {error}")
+        raise UserError(f"--num-tokens ({options.num_tokens}) must be at least 1")
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    print(f"reading {options.load}", file=sys.stderr)
+    model, tokenizer, config = load_model(options.load, options.ckpt_step, files, device)
+    prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]
+    started = time.perf_counter()
     tokens: list[int] = []
     shown = ""
     print(options.prompt, end="")
@@ -115,8 +118,9 @@ def main() -> None:
         if not text.endswith("�"):
             print(text[len(shown) :], end="", flush=True)
             shown = text
-    print(tokenizer.decode(tokens)[len(shown) :])
+    say(tokenizer.decode(tokens)[len(shown) :])
+    print(f"{len(tokens)} tokens in {elapsed(started)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

@@ -17,7 +17,7 @@ import torch
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.slices import Box, tiling_fault
 
-VERSION = 1
+VERSION = 2
 SHARD_FILE = re.compile(r"shard_[0-9]{5,9}\.safetensors")
 
 # The names are those of safetensors.
@@ -143,9 +143,10 @@ def parse_index(text: bytes, source: str) -> Index:
 
 
 def check_version(value: Mapping[str, Any], source: str) -> None:
-    """Refuse what a later program wrote in another form."""
-    if value.get("version") != VERSION:
-        raise CheckpointError(f"{source}: version {str(value.get('version'))[:40]!r}; this program reads {VERSION}")
+    """Refuse what another version of this program wrote in another form."""
+    version = value.get("version")
+    if version != VERSION:
+        raise CheckpointError(f"{source}: this is format {str(version)[:40]}; this program reads {VERSION}")
 
 
 def check_cover(index: Index, source: str) -> None:

@@ -32,9 +32,8 @@ def transfers(stored: Iterable[StoredSlice], wanted: Box) -> list[Transfer]:
 def misfit(stored: Mapping[str, StoredTensor], key: str, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
     """Why the global tensor of this key cannot be loaded; None when it can.
 
-    Floating-point kinds are converted into each other, so that weights can be taken into another precision; anything
-    else must be of the same dtype. (The optimizer's tensors are others with 16 bits than without, so whoever changes
-    that takes the weights alone.)
+    Floating-point kinds are converted into each other, so that a run can go on in another precision; anything else
+    must be of the same dtype.
     """
     tensor = stored.get(key)
     if tensor is None:

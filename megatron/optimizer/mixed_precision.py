@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.distributed.grad_buffer import GradBuffer
 from megatron.core.kernels.adam import HyperRun
@@ -75,22 +75,20 @@ class MainParameters:
             )
         )
 
+    def of_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter of the model with its main one, a view in the same shape."""
+        for entry in self.buffer.entries:
+            yield entry.parameter, entry.view(self.main)
+
     def named_state(self) -> Iterator[NamedTensor]:
-        """Views of the state, and of the main parameters when the model has other ones, by parameter."""
-        kinds: dict[str, Tensor] = dict(self.state)
-        if self.low_precision is not None:
-            kinds["main_param"] = self.main
-        for kind, flat in kinds.items():
+        """Views of the state, by parameter."""
+        for kind, flat in self.state.items():
             for entry in self.buffer.entries:
                 shard = shard_of(entry.parameter)
                 assert shard.name, f"{entry.name} has no global name"
                 yield NamedTensor(key=f"optimizer.{kind}.{shard.name}", tensor=entry.view(flat), shard=shard)
 
-    def after_load(self, *, main_params_loaded: bool) -> None:
-        """Make model and main parameters agree again."""
-        if self.low_precision is None:
-            return
-        if main_params_loaded:
+    def after_load(self) -> None:
+        """Round the model's parameters from the main ones again."""
+        if self.low_precision is not None:
             self.low_precision.copy_(self.main)
-        else:
-            self.main.copy_(self.low_precision)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config.problems import UserError
 from megatron.core import collectives
@@ -144,35 +144,48 @@ class MegatronOptimizer:
         collectives.all_reduce_(total, self.model_group)
         return total
 
+    def main_parameters(self) -> dict[nn.Parameter, Tensor]:
+        """What the updates work on, by the trainable parameter of the model that is its rounding, or is itself it.
+
+        These are what a checkpoint keeps. To load one, copy into them and call `after_load`.
+        """
+        return dict(pair for part in self.parts for pair in part.of_parameters())
+
     def named_state(self) -> Iterator[NamedTensor]:
-        """The tensors of the optimizer as shards of global ones. To load a checkpoint, copy into them."""
+        """The rule's state as shards of global tensors. To load a checkpoint, copy into them."""
         for part in self.parts:
             yield from part.named_state()
 
     @torch.no_grad()
-    def after_load(self, *, main_params_loaded: bool) -> None:
-        """Make model and main parameters agree after tensors were loaded.
-
-        Args:
-            main_params_loaded: whether the main parameters came with the checkpoint. If not, they become the
-                model's: call it so after initialising or loading the model alone too.
-        """
+    def after_load(self) -> None:
+        """Round the model's parameters from the main ones, which have been loaded."""
         for part in self.parts:
-            part.after_load(main_params_loaded=main_params_loaded)
+            part.after_load()
 
     def state_dict(self) -> dict[str, Any]:
         """What is not a tensor, as plain JSON values."""
-        return {"rule": self.rule.name, "num_updates": self._updates, "grad_scaler": self.scaler.state_dict()}
+        return {
+            "rule": self.rule.name,
+            "state_names": list(self.rule.state_names),
+            "num_updates": self._updates,
+            "grad_scaler": self.scaler.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """
         Raises:
             ValueError: the state is another optimizer's.
         """
+        anew = "--no-load-optim starts the optimizer anew, --finetune the whole run"
         if state["rule"] != self.rule.name:
             raise UserError(
-                f"--optimizer {self.rule.name}: the checkpoint holds the state of {state['rule']!r}; use "
-                f"--optimizer {state['rule']}, or --no-load-optim to start with a fresh state"
+                f"--optimizer {self.rule.name}: it was saved with --optimizer {state['rule']}, whose state is another; "
+                f"--optimizer {state['rule']} goes on with it, {anew}"
+            )
+        if state["state_names"] != list(self.rule.state_names):
+            saved, present = ("with" if names else "without" for names in (state["state_names"], self.rule.state_names))
+            raise UserError(
+                f"--sgd-momentum: it was saved {saved} momentum, this run is {present}; the saved value goes on, {anew}"
             )
         self._updates = int(state["num_updates"])
         self.scaler.load_state_dict(state["grad_scaler"])

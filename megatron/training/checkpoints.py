@@ -17,6 +17,7 @@ from megatron.checkpointing import (
 )
 from megatron.config.megatron_config import MegatronConfig, difference
 from megatron.core.parallel_state import ParallelState
+from megatron.core.shard import NamedTensor
 from megatron.training.progress import Progress
 from megatron.training.run import Run
 
@@ -25,7 +26,7 @@ def save_run(run: Run, folder: Path) -> None:
     """Write a checkpoint of the present iteration; a collective."""
     start = time.perf_counter()
     config, state = run.config, run.state
-    tensors = list(model_tensors(chunk.module for chunk in run.chunks))
+    tensors = _weights(run)
     metadata: dict[str, Any] = {
         "config": config.to_dict(),
         "progress": run.progress.state_dict(),
@@ -47,6 +48,10 @@ def save_run(run: Run, folder: Path) -> None:
         f"  [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] successfully saved checkpoint from iteration {iteration:7d} to "
         f"{folder} [ t 1/{state.tensor.size}, p 1/{state.pipeline.size} ] in {time.perf_counter() - start:.1f} s"
     )
+
+
+def _weights(run: Run) -> list[NamedTensor]:
+    return list(model_tensors((chunk.module for chunk in run.chunks), run.optimizer.main_parameters()))
 
 
 def open_checkpoint(config: MegatronConfig, state: ParallelState) -> Checkpoint | None:
@@ -93,16 +98,12 @@ def load_run(run: Run, checkpoint: Checkpoint) -> None:
     """Fill the run's weights, and unless told otherwise its optimizer and schedule, from a checkpoint; a collective."""
     start = time.perf_counter()
     wanted = run.config.checkpoint
-    tensors = list(model_tensors(chunk.module for chunk in run.chunks))
     with_optimizer = wanted.load_optim and not wanted.finetune
     if with_optimizer and "optimizer" not in checkpoint.metadata:
         raise CheckpointError(
             f"{checkpoint.folder} was saved without the optimizer (--no-save-optim): --no-load-optim starts it anew, "
             f"--finetune the whole run"
         )
-    if with_optimizer:
-        tensors += run.optimizer.named_state()
-    summary = checkpoint.load_into(tensors, world=run.state.world, ignore=() if with_optimizer else ("optimizer.",))
     try:
         if with_optimizer:
             run.optimizer.load_state_dict(checkpoint.metadata["optimizer"])
@@ -110,7 +111,11 @@ def load_run(run: Run, checkpoint: Checkpoint) -> None:
             run.scheduler.load_state_dict(checkpoint.metadata["scheduler"])
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.folder}: {error}") from error
-    run.optimizer.after_load(main_params_loaded=with_optimizer)
+    tensors = _weights(run)
+    if with_optimizer:
+        tensors += run.optimizer.named_state()
+    summary = checkpoint.load_into(tensors, world=run.state.world, ignore=() if with_optimizer else ("optimizer.",))
+    run.optimizer.after_load()
     for cast in summary.casts:
         run.print(f"  {cast}")
     run.print(

@@ -252,7 +252,7 @@ def test_a_renamed_checkpoint_is_not_taken_for_another_iteration(tmp_path: Path)
     _not_nothing(tmp_path, "was saved as iteration 10: the folder was renamed", step=20)
 
 
-def test_a_checkpoint_of_a_later_form_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_form_is_refused(tmp_path: Path) -> None:
     marker = save(tmp_path, 10) / "COMPLETE"
-    marker.write_text(marker.read_text().replace('"version":1', '"version":2'))
-    _not_nothing(tmp_path, "version '2'; this program reads 1")
+    marker.write_text(marker.read_text().replace('"version":2', '"version":1'))
+    _not_nothing(tmp_path, "this is format 1; this program reads 2")

@@ -35,8 +35,14 @@ def fill_gradients(chunk: DistributedDataParallel, step: int, scale: float = 1.0
         main_grad_of(parameter).copy_(values * scale)
 
 
+def main_parameters(chunk: DistributedDataParallel, optimizer: MegatronOptimizer) -> dict[str, Tensor]:
+    main = optimizer.main_parameters()
+    return {name: main[parameter] for name, parameter in chunk.module.named_parameters()}
+
+
 def snapshot(chunk: DistributedDataParallel, optimizer: MegatronOptimizer) -> dict[str, Tensor]:
     tensors = {named.key: named.tensor.clone() for named in optimizer.named_state()}
+    tensors |= {f"main.{name}": tensor.clone() for name, tensor in main_parameters(chunk, optimizer).items()}
     return tensors | {name: parameter.detach().clone() for name, parameter in chunk.module.named_parameters()}
 
 
@@ -52,9 +58,9 @@ def test_main_parameters_follow_a_float32_run_and_the_model_is_their_rounding(dt
             fill_gradients(chunk, step)
             optimizer.set_schedule(1e-4, 0.1)
             optimizer.step()
-    main = {named.key: named.tensor for named in optimizers[0].named_state()}
+    main = main_parameters(chunks[0], optimizers[0])
     for (name, parameter), other in zip(low.named_parameters(), single.parameters()):
-        assert_bitwise(main[f"optimizer.main_param.{name}"], other.data, name)
+        assert_bitwise(main[name], other.data, name)
         assert_bitwise(parameter.data, other.data.to(dtype), name)
 
 
@@ -93,7 +99,7 @@ def test_float16_overflow_skips_the_step_halves_the_scale_and_touches_nothing_el
     assert optimizer.step().applied
     assert optimizer.state_dict()["num_updates"] == 2
     changed = snapshot(chunk, optimizer)
-    assert all(not torch.equal(changed[name], before[name]) for name in before if "main_param" in name)
+    assert all(not torch.equal(changed[name], before[name]) for name in before if name.startswith("main."))
 
 
 def test_an_overflow_in_the_backward_pass_of_a_float16_model_is_seen() -> None:
@@ -199,17 +205,22 @@ def test_float64_training_makes_no_tensor_of_another_floating_point_type(rule: s
     assert not seen.others
 
 
+def tensors_of(chunk: DistributedDataParallel, optimizer: MegatronOptimizer) -> dict[str, Tensor]:
+    """What a checkpoint keeps."""
+    return main_parameters(chunk, optimizer) | {named.key: named.tensor for named in optimizer.named_state()}
+
+
 def trained(model: nn.Module, steps: range, saved: tuple[dict[str, Any], dict[str, Tensor]] | None = None) -> Any:
-    """Optionally resume from (scalars, tensors), then train; returns (chunk, optimizer)."""
+    """Optionally resume from (scalars, main parameters and state), then train; returns (chunk, optimizer)."""
     chunk = data_parallel(model)
     scaler = DynamicGradScaler(initial_scale=64.0, min_scale=1.0, growth_interval=2, hysteresis=2)
     optimizer = optimizer_of([chunk], scaler=scaler, clip_grad=1.0)
     if saved is not None:
         scalars, tensors = saved
         optimizer.load_state_dict(json.loads(json.dumps(scalars)))
-        for named in optimizer.named_state():
-            named.tensor.copy_(tensors[named.key])
-        optimizer.after_load(main_params_loaded=True)
+        for name, tensor in tensors_of(chunk, optimizer).items():
+            tensor.data.copy_(tensors[name])
+        optimizer.after_load()
     for step in steps:
         fill_gradients(chunk, step, scale=optimizer.loss_scale)
         optimizer.set_schedule(0.01, 0.1)
@@ -220,13 +231,10 @@ def trained(model: nn.Module, steps: range, saved: tuple[dict[str, Any], dict[st
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(dtype: torch.dtype) -> None:
     chunk, optimizer = trained(toy_model(dtype), range(5))
-    saved = (optimizer.state_dict(), {named.key: named.tensor.clone() for named in optimizer.named_state()})
+    saved = (optimizer.state_dict(), {name: tensor.clone() for name, tensor in tensors_of(chunk, optimizer).items()})
     main = torch.float64 if dtype == torch.float64 else torch.float32
     assert {tensor.dtype for tensor in saved[1].values()} == {main}
-    fresh = toy_model(dtype, seed=9)
-    if dtype in (torch.float32, torch.float64):  # there the model's parameters are the main ones
-        fresh.load_state_dict(chunk.module.state_dict())
-    resumed = trained(fresh, range(5, 10), saved)
+    resumed = trained(toy_model(dtype, seed=9), range(5, 10), saved)
     straight = trained(toy_model(dtype), range(10))
     assert resumed[1].state_dict() == straight[1].state_dict()
     assert straight[1].loss_scale == 64.0 * 2**5, "the scale has grown on both sides of the resume"
@@ -239,33 +247,36 @@ def test_the_model_is_the_rounding_of_the_main_parameters_as_soon_as_those_are_l
     dtype: torch.dtype,
 ) -> None:
     model = toy_model(dtype)
-    optimizer = optimizer_of([data_parallel(model)])
-    main = {n.key.removeprefix("optimizer.main_param."): n.tensor for n in optimizer.named_state()}
-    for name in dict(model.named_parameters()):
-        main[name].normal_(generator=torch.Generator().manual_seed(4))
-    optimizer.after_load(main_params_loaded=True)
+    chunk = data_parallel(model)
+    optimizer = optimizer_of([chunk])
+    main = main_parameters(chunk, optimizer)
+    for tensor in main.values():
+        tensor.normal_(generator=torch.Generator().manual_seed(4))
+    optimizer.after_load()
     for name, parameter in model.named_parameters():
         assert_bitwise(parameter.data, main[name].to(dtype), name)
 
 
-@pytest.mark.parametrize("dtype", LOW)
-def test_main_parameters_come_from_the_model_when_only_the_model_was_loaded(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_a_narrower_model_the_main_parameters_are_the_models_own(dtype: torch.dtype) -> None:
     model = toy_model(dtype)
-    optimizer = optimizer_of([data_parallel(model)])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1.0)
-    optimizer.after_load(main_params_loaded=False)
-    main = {named.key: named.tensor for named in optimizer.named_state()}
-    for name, parameter in model.named_parameters():
-        assert_bitwise(main[f"optimizer.main_param.{name}"], parameter.data.float(), name)
+    chunk = data_parallel(model)
+    for name, tensor in main_parameters(chunk, optimizer_of([chunk])).items():
+        assert tensor.data_ptr() == model.get_parameter(name).data_ptr()
 
 
 def test_the_state_of_another_rule_is_refused() -> None:
     adam = optimizer_of([data_parallel(toy_model())], AdamW())
     sgd = optimizer_of([data_parallel(toy_model())], SGD())
-    with pytest.raises(ValueError, match=r"--optimizer sgd.*'adam'.*--no-load-optim"):
+    with pytest.raises(ValueError, match=r"--optimizer sgd: .* --optimizer adam goes on .*--finetune"):
         sgd.load_state_dict(adam.state_dict())
+    with pytest.raises(ValueError, match=r"--optimizer adam: .* --optimizer sgd goes on"):
+        adam.load_state_dict(sgd.state_dict())
+    plain = optimizer_of([data_parallel(toy_model())], SGD(momentum=0.0))
+    with pytest.raises(ValueError, match=r"--sgd-momentum: it was saved with momentum, this run is without"):
+        plain.load_state_dict(sgd.state_dict())
+    with pytest.raises(ValueError, match=r"--sgd-momentum: it was saved without momentum, this run is with"):
+        sgd.load_state_dict(plain.state_dict())
 
 
 def test_state_is_named_after_global_parameters_and_kinds() -> None:
@@ -278,7 +289,7 @@ def test_state_is_named_after_global_parameters_and_kinds() -> None:
     ):
         optimizer = optimizer_of([data_parallel(toy_model(torch.bfloat16))], rule)
         keys = {named.key for named in optimizer.named_state()}
-        assert keys == {f"optimizer.{kind}.{name}" for kind in (*kinds, "main_param") for name in names}
+        assert keys == {f"optimizer.{kind}.{name}" for kind in kinds for name in names}
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import runpy
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.helpers.numerics import assert_bitwise
 from tests.helpers.tokenizer_files import BOTCHAN_MODEL
+from tests.helpers.tools import ROOT, run
 from tests.training.runs import trained
+from tests.training.test_train_step import state_of
 
-TOOL = Path(__file__).parents[2] / "tools" / "generate_text.py"
 VOCABULARY = "1000"
 
 
@@ -27,50 +29,58 @@ def trained_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def sample(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the tool prints for one prompt and seed."""
-    words = [str(TOOL), "--load", str(folder / "checkpoints"), "--prompt", "a cat", "--num-tokens", "8", *arguments]
-    capsys.readouterr()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", words)
-        runpy.run_path(str(TOOL), run_name="__main__")
-    return capsys.readouterr().out
+def sample(folder: Path, *arguments: str, status: int = 0) -> str:
+    """What the tool prints for one prompt and seed; what it complains of, where the status is 2."""
+    words = ["--load", folder / "checkpoints", "--prompt", "a cat", "--num-tokens", "8", *arguments]
+    return run("generate_text", *words, status=status)
 
 
-def complaint(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as end:
-        sample(folder, capsys, *arguments)
-    assert isinstance(end.value.code, str)
-    return end.value.code
-
-
-def test_a_checkpoint_is_sampled_where_its_tokenizer_has_moved(
-    trained_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = sample(trained_folder, capsys)
+def test_a_checkpoint_is_sampled_where_its_tokenizer_has_moved(trained_folder: Path) -> None:
+    before = sample(trained_folder)
     assert before.startswith("a cat")
     assert len(before) > len("a cat\n")
     moved = (trained_folder / "tokenizer.model").rename(trained_folder / "moved.model")
-    assert sample(trained_folder, capsys, "--tokenizer-model", str(moved)) == before
+    assert sample(trained_folder, "--tokenizer-model", str(moved)) == before
 
 
-def test_a_tokenizer_that_is_gone_is_missed_by_the_flag_that_gives_its_place(
-    trained_folder: Path, capsys: pytest.CaptureFixture[str]
+def test_a_training_in_16_bits_is_sampled_with_all_bits_of_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    load_model = runpy.run_path(str(ROOT / "tools" / "generate_text.py"))["load_model"]
+    training, _ = trained("--bf16", "--save", str(tmp_path))
+    model, _, _ = load_model(str(tmp_path), None, {}, torch.device("cpu"))
+    weights = state_of(training)
+    for name, parameter in model.named_parameters():
+        assert_bitwise(parameter.data, weights[f"main.{name}"], name)
+
+
+def test_a_tokenizer_that_is_gone_is_missed_by_the_flag_that_gives_its_place(trained_folder: Path) -> None:
     (trained_folder / "tokenizer.model").unlink()
-    said = complaint(trained_folder, capsys)
+    said = sample(trained_folder, status=2)
     assert f"--tokenizer-model {trained_folder}/tokenizer.model: no such file; this is its path in the training" in said
     assert "Works: --tokenizer-model with the path that it has here" in said
 
 
-def test_a_given_file_that_is_not_there_is_not_taken_for_that_of_the_training(
-    trained_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = complaint(trained_folder, capsys, "--tokenizer-model", str(trained_folder / "absent.model"))
+def test_a_given_file_that_is_not_there_is_not_taken_for_that_of_the_training(trained_folder: Path) -> None:
+    said = sample(trained_folder, "--tokenizer-model", str(trained_folder / "absent.model"), status=2)
     assert f"--tokenizer-model {trained_folder}/absent.model: no such file" in said
     assert "in the training" not in said
 
 
-def test_a_file_that_the_tokenizer_has_not_is_refused(trained_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = complaint(trained_folder, capsys, "--vocab-file", str(BOTCHAN_MODEL))
+def test_a_file_that_the_tokenizer_has_not_is_refused(trained_folder: Path) -> None:
+    said = sample(trained_folder, "--vocab-file", str(BOTCHAN_MODEL), status=2)
     assert "SentencePieceTokenizer does not use it" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-tokens", "0"], "--num-tokens (0) must be at least 1"),
+        (["--num-tokens", "-3"], "--num-tokens (-3) must be at least 1"),
+        (["--temperature", "-1"], "--temperature (-1.0) must not be negative"),
+        (["--tokens", "3"], "--tokens: is not a known flag; --num-tokens is the nearest"),
+    ],
+)
+def test_a_sample_that_cannot_be_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
+    assert message in sample(tmp_path, *arguments, status=2)

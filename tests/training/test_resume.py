@@ -14,7 +14,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpointing import list_checkpoints, load_checkpoint, storage
+from megatron.checkpointing.index import DTYPE_NAMES
 from megatron.core.comm_group import CommGroup
+from megatron.training.pretrain import train
 from tests.helpers.distributed import run_distributed
 from tests.helpers.launch import Launched, launch_tiny, pretrain_tiny, rows_of
 from tests.helpers.numerics import PARITY_FP32, PARITY_FP64, assert_bitwise
@@ -198,18 +200,82 @@ def test_skip_train_evaluates_what_was_loaded_and_trains_nothing(tmp_path: Path)
 # ---- what is taken over ----
 
 
-def test_finetune_takes_the_weights_alone(tmp_path: Path) -> None:
-    saved, _ = trained("--save", str(tmp_path / "saved"))
+@pytest.mark.parametrize("precision", [(), ("--bf16",)], ids=["fp32", "bf16"])
+def test_finetune_takes_the_weights_alone_in_all_their_bits(precision: tuple[str, ...], tmp_path: Path) -> None:
+    saved, _ = trained("--save", str(tmp_path / "saved"), *precision)
     new_data = counting_corpus(tmp_path / "data")
-    run, _ = build("--load", str(tmp_path / "saved"), "--finetune", *new_data, "--train-iters", "5", "--lr", "1e-3")
+    settings = ["--train-iters", "5", "--lr", "1e-3", *precision]
+    run, _ = build("--load", str(tmp_path / "saved"), "--finetune", *new_data, *settings)
     assert run.progress.iteration == run.progress.consumed_train_samples == 0
     assert run.progress.train_blocks == [40]
     assert run.scheduler.num_steps == run.optimizer.state_dict()["num_updates"] == 0
     for name, tensor in state_of(run).items():
-        if name.startswith("model."):
+        if name.startswith(("model.", "main.")):
             assert_bitwise(tensor, state_of(saved)[name], name)
         else:
             assert not tensor.any(), name
+
+
+@pytest.mark.parametrize("precision, kept", [("fp32", "F32"), ("bf16", "F32"), ("fp16", "F32"), ("fp64", "F64")])
+def test_a_checkpoint_holds_each_weight_once_in_all_its_bits(precision: str, kept: str, tmp_path: Path) -> None:
+    run, _ = trained("--precision", precision, "--lr-warmup-iters", "1", "--save", str(tmp_path))
+    stored = load_checkpoint(tmp_path, world=CommGroup.single("world")).tensors
+    names = {name.removeprefix("model.") for name in state_of(run) if name.startswith("model.")}
+    kinds = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+    assert stored.keys() == {f"{kind}.{name}" for kind in kinds for name in names}
+    assert {DTYPE_NAMES[tensor.dtype] for tensor in stored.values()} == {kept}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("saved, present", [("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "fp16"), ("fp16", "bf16")])
+def test_another_precision_goes_on_from_the_same_weights_and_state(
+    saved: str, present: str, optimizer: str, tmp_path: Path
+) -> None:
+    scale = ("--initial-loss-scale", "256")
+    common = ["--optimizer", optimizer, "--train-iters", "4", "--lr-warmup-iters", "1", "--precision"]
+    first, _ = trained(*common, saved, *scale * (saved == "fp16"), "--save", str(tmp_path), "--exit-interval", "2")
+    run, recorder = build(*common, present, *scale * (present == "fp16"), "--load", str(tmp_path))
+    before, after = state_of(first), state_of(run)
+    low = run.config.optimizer.params_dtype
+    for name, tensor in after.items():  # main weights and state are float32 in each of them, so not a bit changes
+        if name.startswith("model."):
+            assert_bitwise(tensor, after["main." + name.removeprefix("model.")].to(low), name)
+        else:
+            assert_bitwise(tensor, before[name], name)
+    assert run.optimizer.state_dict()["num_updates"] == 2
+    train(run)
+    assert [step.iteration for step in recorder.steps] == [3, 4]
+    assert all(step.applied for step in recorder.steps)
+
+
+@pytest.mark.parametrize("saved, present", [("fp32", "fp64"), ("fp64", "fp32"), ("fp64", "bf16"), ("bf16", "fp64")])
+def test_to_fp64_and_back_weights_and_state_are_converted_and_a_line_says_so(
+    saved: str, present: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _ = trained("--precision", saved, "--save", str(tmp_path), "--train-iters", "4", "--exit-interval", "2")
+    capsys.readouterr()
+    run, _ = build("--precision", present, "--load", str(tmp_path), "--train-iters", "4")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "converted" in line]
+    main = run.config.optimizer.main_dtype
+    assert line.endswith(f" tensors: {first.config.optimizer.main_dtype} in the checkpoint, converted to {main}")
+    before = state_of(first)
+    for name, tensor in state_of(run).items():
+        if not name.startswith("model."):
+            assert_bitwise(tensor, before[name].to(main), name)
+
+
+@pytest.mark.parametrize("saved, present", [("adam", "sgd"), ("sgd", "adam")])
+def test_another_optimizer_is_refused_in_one_sentence(saved: str, present: str, tmp_path: Path) -> None:
+    trained("--optimizer", saved, "--save", str(tmp_path))
+    go_on = ["--optimizer", present, "--load", str(tmp_path), "--train-iters", "4", "--override-opt_param-scheduler"]
+    outcome = pretrain_tiny(tmp_path, *go_on, ranks=2)
+    assert outcome.codes == [2, 2]
+    said = "".join(outcome.err)
+    assert said.count(f"--optimizer {present}: it was saved with --optimizer {saved}, whose state is another") == 1
+    assert f"--optimizer {saved} goes on with it, --no-load-optim starts the optimizer anew, --finetune" in said
+    assert "exp_avg" not in said
+    for works in ("--no-load-optim", "--finetune"):
+        build(*go_on, works)
 
 
 def test_no_load_optim_goes_on_in_data_and_learning_rate_with_a_fresh_optimizer(tmp_path: Path) -> None:
@@ -229,9 +295,8 @@ def test_a_checkpoint_without_the_optimizer_is_taken_only_when_that_is_said(tmp_
     assert "".join(outcome.err).count("(--no-save-optim): --no-load-optim starts it anew") == 1
     run, _ = build("--bf16", "--load", str(tmp_path), "--no-load-optim")
     for name, tensor in state_of(run).items():
-        if name.startswith("optimizer.main_param."):  # from the loaded weights, not from the initial ones
-            model = state_of(saved)["model." + name.removeprefix("optimizer.main_param.")]
-            assert_bitwise(tensor, model.float(), name)
+        if not name.startswith("optimizer."):  # the weights in all their bits
+            assert_bitwise(tensor, state_of(saved)[name], name)
 
 
 def test_ckpt_step_chooses_an_earlier_checkpoint(tmp_path: Path) -> None:
