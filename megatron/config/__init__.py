@@ -4,7 +4,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.logging import LoggingConfig
-from megatron.config.megatron_config import Difference, MegatronConfig, difference
+from megatron.config.megatron_config import Difference, MegatronConfig, difference, section_problems
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import ConfigError, Problem
@@ -28,4 +28,5 @@ __all__ = [
     "difference",
     "padded_vocab_size",
     "parse_arguments",
+    "section_problems",
 ]

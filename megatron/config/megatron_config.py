@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.options import MOST_SAMPLES, Affects, Option, section_options, shown_value, spelled
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import pipeline_layout
-from megatron.config.problems import ConfigError, Problem, divisors, multiples, near, nearest_name, without_flags
+from megatron.config.problems import ConfigError, Problem, divisors, multiples, near, nearest_name, without_flags_of
 from megatron.config.tokenizer import TokenizerConfig, padded_vocab_size
 from megatron.config.training import TrainingConfig
 from megatron.config.transformer import TransformerConfig
@@ -149,22 +149,12 @@ class MegatronConfig:
         if world_size is not None and world_size != self.parallel.world_size:
             parallel = dataclasses.replace(self.parallel, world_size=world_size)
             return dataclasses.replace(self, parallel=parallel).problems(purpose=purpose, check_files=check_files)
-        wrong = [option for option in all_options() if option.rule(self.value(option))]
-        found = [_value_problem(option, self.value(option)) for option in wrong]
-        rules = self._with_nearest(wrong)._rules(purpose, check_files)
-        return found + without_flags(rules, (name for option in wrong for name in option.names))
-
-    def value(self, option: Option) -> Any:
-        """The value of an option."""
-        return getattr(getattr(self, option.section), option.field)
-
-    def _with_nearest(self, options: Iterable[Option]) -> MegatronConfig:
-        """The configuration with the nearest allowed values of some options."""
-        values: dict[str, dict[str, Any]] = {}
-        for option in options:
-            values.setdefault(option.section, {})[option.field] = option.nearest(self.value(option))
-        sections = {name: dataclasses.replace(getattr(self, name), **fields) for name, fields in values.items()}
-        return dataclasses.replace(self, **sections)
+        found: list[Problem] = []
+        allowed: dict[str, Any] = {}
+        for name in section_classes():
+            problems, allowed[name] = _value_problems(name, getattr(self, name))
+            found += problems
+        return found + without_flags_of(found, MegatronConfig(**allowed)._rules(purpose, check_files))
 
     def _rules(self, purpose: Purpose, check_files: bool) -> list[Problem]:
         """The broken rules among values that are each allowed by themselves."""
@@ -314,9 +304,25 @@ def _refuse_unknown(what: str, given: Mapping[str, Any], known: Mapping[str, Any
 # ---- rules between sections ----
 
 
-def _value_problem(option: Option, value: object) -> Problem:
-    works = " | ".join(option.choices) or f"{option.name} {shown_value(option.nearest(value))}"
-    return Problem(flags=(option.name,), value=shown_value(value), rule=option.rule(value), works=works)
+def section_problems(section: Any) -> list[Problem]:
+    """What is wrong within a section that stands alone, as in a tool; its files aside."""
+    (name,) = (name for name, section_class in section_classes().items() if type(section) is section_class)
+    found, allowed = _value_problems(name, section)
+    return found + without_flags_of(found, allowed.problems())
+
+
+def _value_problems(name: str, section: Any) -> tuple[list[Problem], Any]:
+    """The values of a section that are not allowed by themselves, and the section with the nearest ones that are."""
+    found: list[Problem] = []
+    nearest: dict[str, Any] = {}
+    for option in (option for option in all_options() if option.section == name):
+        value = getattr(section, option.field)
+        if rule := option.rule(value):
+            nearest[option.field] = option.nearest(value)
+            works = " | ".join(option.choices) or f"{option.name} {shown_value(nearest[option.field])}"
+            flags = (option.name, *sorted(option.names - {option.name}))
+            found.append(Problem(flags=flags, value=shown_value(value), rule=rule, works=works))
+    return found, dataclasses.replace(section, **nearest)
 
 
 def _unavailable(config: MegatronConfig) -> Iterator[Problem]:

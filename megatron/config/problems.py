@@ -51,6 +51,11 @@ def without_flags(problems: Iterable[Problem], flags: Iterable[str]) -> list[Pro
     return [problem for problem in dict.fromkeys(problems) if not left_out.intersection(problem.flags)]
 
 
+def without_flags_of(reported: Iterable[Problem], problems: Iterable[Problem]) -> list[Problem]:
+    """The problems that relate no flag of those that are reported already."""
+    return without_flags(problems, (flag for problem in reported for flag in problem.flags))
+
+
 def divisors(number: int) -> list[int]:
     """All divisors of a positive number, ascending."""
     small = [candidate for candidate in range(1, int(number**0.5) + 1) if number % candidate == 0]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigError, MegatronConfig, parse_arguments
+from megatron.config import ConfigError, MegatronConfig, TokenizerConfig, parse_arguments, section_problems
 from megatron.config.megatron_config import all_options
 from megatron.config.options import LARGEST_WHOLE, Option, read_words
 from tests.config.conftest import Parse, Refused, command_line
@@ -85,7 +85,7 @@ def test_a_value_beyond_its_limits_is_one_problem_and_the_advice_works(option: O
             with pytest.raises(ConfigError) as caught:
                 parse_arguments(line, world_size=None, say=lambda text: None)
             (problem,) = caught.value.problems
-            assert problem.flags == (option.name,)
+            assert problem.flags[0] == option.name
             assert problem.rule.startswith("must ")
             name, *words = problem.works.split()
             assert (name, option.rule(read_words(option, words))) == (option.name, "")
@@ -100,6 +100,13 @@ def test_not_a_number_is_refused_also_where_a_program_has_set_it(parse: Parse) -
             section = dataclasses.replace(getattr(config, option.section), **{option.field: value})
             wrong = dataclasses.replace(config, **{option.section: section})
             assert option.name in [problem.flags[0] for problem in wrong.problems()], option.name
+
+
+def test_a_section_that_stands_alone_keeps_its_limits() -> None:
+    (problem,) = section_problems(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=0))
+    assert str(problem).startswith("--vocab-size 0: must be at least 1")
+    (problem,) = section_problems(TokenizerConfig(tokenizer_type="NullTokenizer"))
+    assert str(problem).startswith("--vocab-size: not given")
 
 
 def test_a_value_beyond_its_limits_hides_no_other_problem(refused: Refused) -> None:
