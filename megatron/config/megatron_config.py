@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -443,10 +444,12 @@ def _length_problems(config: MegatronConfig) -> Iterator[Problem]:
                 works=f"{right} N",
             )
     if not any(value is not None for value in wrong.values()):
-        yield from _schedule_order_problems(lengths, unit, total)
+        yield from _schedule_order_problems(lengths, unit, total, optimizer.lr_warmup_fraction or 0.0)
 
 
-def _schedule_order_problems(lengths: Mapping[str, int | None], unit: str, total: int) -> Iterator[Problem]:
+def _schedule_order_problems(
+    lengths: Mapping[str, int | None], unit: str, total: int, warmup_fraction: float
+) -> Iterator[Problem]:
     decay_name, wsd_name, warmup_name = lengths
     given, last, warmup = (lengths[name] for name in (decay_name, wsd_name, warmup_name))
     decay = total if given is None else given
@@ -458,13 +461,15 @@ def _schedule_order_problems(lengths: Mapping[str, int | None], unit: str, total
             rule=f"must be less than the length of the decay, {horizon}",
             works=f"{warmup_name} {max(decay // 100, 0)}; {decay_name} {warmup + 1} or more",
         )
-    elif last is not None and last + (warmup or 0) > decay:
-        room = decay - (warmup or 0)
+        return
+    warming = warmup if warmup is not None else warmup_fraction * decay
+    if last is not None and last + warming > decay:
+        room = math.floor(decay - warming)
         yield Problem(
-            flags=(wsd_name, warmup_name, decay_name, f"--train-{unit}"),
+            flags=(wsd_name, warmup_name, "--lr-warmup-fraction", decay_name, f"--train-{unit}"),
             value=last,
             rule=f"the last part and the warm-up together are longer than the decay, {horizon}",
-            works=f"{wsd_name} {room} or less",
+            works=f"{wsd_name} {room} or less" if room >= 1 else f"{decay_name} {last + decay} or more",
         )
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megatron.config.problems import UserError
-
 
 class GradScaler(Protocol):
     """A loss scale that may answer to overflows."""
@@ -32,8 +30,7 @@ class ConstantGradScaler:
     """A fixed loss scale: 1, or what `--loss-scale` says. It has no state; the flag of this run holds."""
 
     def __init__(self, scale: float = 1.0) -> None:
-        if not scale > 0:
-            raise UserError(f"--loss-scale {scale}: the loss scale must be positive, such as 4096; leave it out for 1")
+        assert scale > 0, scale
         self._scale = scale
 
     @property
@@ -70,16 +67,8 @@ class DynamicGradScaler:
         growth_interval: int,
         hysteresis: int,
     ) -> None:
-        if not 0 < min_scale <= initial_scale:
-            raise UserError(
-                f"--min-loss-scale {min_scale}, --initial-loss-scale {initial_scale}: the smallest scale "
-                f"must be positive and at most the first one; the defaults are 1 and 4294967296"
-            )
-        if growth_interval < 1 or hysteresis < 1:
-            raise UserError(
-                f"--loss-scale-window {growth_interval}, --hysteresis {hysteresis}: both must be at least 1; "
-                f"the defaults are 1000 and 2"
-            )
+        assert 0 < min_scale <= initial_scale, (min_scale, initial_scale)
+        assert growth_interval >= 1 and hysteresis >= 1, (growth_interval, hysteresis)
         self._scale = initial_scale
         self.min_scale = min_scale
         self.growth_interval = growth_interval

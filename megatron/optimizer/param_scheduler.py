@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from megatron.config.megatron_config import ScheduleLengths
 from megatron.config.optimizer import DecayStyle, OptimizerConfig, WeightDecayStyle, WsdDecayStyle
@@ -33,43 +33,16 @@ class LearningRateSchedule:
     init_lr: float = 0.0
     lr_warmup_steps: float = 0
     lr_decay_steps: float
-    lr_decay_style: str = "linear"
+    lr_decay_style: DecayStyle = "linear"
     wsd_decay_steps: float | None = None
-    lr_wsd_decay_style: str = "exponential"
+    lr_wsd_decay_style: WsdDecayStyle = "exponential"
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ValueError: with flag, value and rule.
-        """
-        _check_choice("--lr-decay-style", self.lr_decay_style, get_args(DecayStyle))
-        _check_choice("--lr-wsd-decay-style", self.lr_wsd_decay_style, get_args(WsdDecayStyle))
-        if not 0 <= self.min_lr <= self.max_lr:
-            raise UserError(
-                f"--min-lr {self.min_lr:g}: must lie between 0 and --lr {self.max_lr:g}; "
-                f"{self.max_lr / 10:g} is a usual choice"
-            )
-        if not 0 <= self.init_lr <= self.max_lr:
-            raise UserError(
-                f"--lr-warmup-init {self.init_lr:g}: must lie between 0 and --lr {self.max_lr:g}; 0 is the default"
-            )
-        if not self.lr_decay_steps > 0:
-            raise UserError(
-                f"--lr-decay-iters or --lr-decay-samples give a decay that ends after "
-                f"{self.lr_decay_steps:g} samples: must be positive; left out, it ends with the training"
-            )
-        if not 0 <= self.lr_warmup_steps < self.lr_decay_steps:
-            raise UserError(
-                f"the warm-up (--lr-warmup-iters, -samples or -fraction) takes {self.lr_warmup_steps:g} "
-                f"samples: must be shorter than the decay (--lr-decay-iters, -samples), which ends after "
-                f"{self.lr_decay_steps:g}"
-            )
-        if self.lr_decay_style == "WSD" and not 0 < (self.wsd_decay_steps or 0) <= self.lr_decay_steps:
-            raise UserError(
-                f"--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples: "
-                f"{self.wsd_decay_steps} samples must be positive and at most the {self.lr_decay_steps:g} "
-                f"after which the decay ends"
-            )
+        assert 0 <= self.min_lr <= self.max_lr, (self.min_lr, self.max_lr)
+        assert 0 <= self.init_lr <= self.max_lr, (self.init_lr, self.max_lr)
+        assert 0 <= self.lr_warmup_steps < self.lr_decay_steps, (self.lr_warmup_steps, self.lr_decay_steps)
+        if self.lr_decay_style == "WSD":
+            assert self.wsd_decay_steps is not None and 0 < self.wsd_decay_steps <= self.lr_decay_steps, self
 
     def at(self, num_steps: float) -> float:
         """The learning rate of an update that comes after `num_steps` samples."""
@@ -110,28 +83,14 @@ class WeightDecaySchedule:
     start_wd: float
     end_wd: float
     wd_incr_steps: float = 0
-    wd_incr_style: str = "constant"
+    wd_incr_style: WeightDecayStyle = "constant"
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ValueError: with flag, value and rule.
-        """
-        _check_choice("--weight-decay-incr-style", self.wd_incr_style, get_args(WeightDecayStyle))
-        if not 0 <= self.start_wd <= self.end_wd:
-            raise UserError(
-                f"--start-weight-decay {self.start_wd:g}: must lie between 0 and --end-weight-decay {self.end_wd:g}"
-            )
-        if self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
-            raise UserError(
-                f"--weight-decay-incr-style constant: --start-weight-decay {self.start_wd:g} and "
-                f"--end-weight-decay {self.end_wd:g} must be equal; linear and cosine go from one to the "
-                f"other"
-            )
-        if self.wd_incr_style != "constant" and not self.wd_incr_steps > 0:
-            raise UserError(
-                f"--weight-decay-incr-style {self.wd_incr_style} needs a length of training, not {self.wd_incr_steps}"
-            )
+        assert 0 <= self.start_wd <= self.end_wd, (self.start_wd, self.end_wd)
+        if self.wd_incr_style == "constant":
+            assert self.start_wd == self.end_wd, (self.start_wd, self.end_wd)
+        else:
+            assert self.wd_incr_steps > 0, self.wd_incr_steps
 
     def at(self, num_steps: float) -> float:
         """The weight decay of an update that comes after `num_steps` samples."""
@@ -271,8 +230,3 @@ def build_param_scheduler(
 
 def _present(schedule: type[LearningRateSchedule | WeightDecaySchedule], state: Mapping[str, Any]) -> dict[str, Any]:
     return {field.name: state[field.name] for field in fields(schedule) if field.name in state}
-
-
-def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UserError(f"{flag} {value}: must be one of {', '.join(choices)}")

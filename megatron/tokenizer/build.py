@@ -1,41 +1,41 @@
 """From the tokenizer's configuration to the tokenizer."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from megatron.config.problems import UserError
+from megatron.config.tokenizer import TokenizerConfig, TokenizerType
 from megatron.tokenizer.plain_tokenizers import ByteTokenizer, NullTokenizer
 from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.tokenizer.tokenizers_tokenizer import gpt2_bpe_tokenizer, huggingface_tokenizer
 
-if TYPE_CHECKING:
-    # For the type only: the text tools import this package, and need not wait for torch.
-    from megatron.config.tokenizer import TokenizerConfig
 
-
-def _sentencepiece(config: "TokenizerConfig") -> Tokenizer:
+def _sentencepiece(config: TokenizerConfig) -> Tokenizer:
     # The three names differ in Megatron-LM's past (one added <CLS>, <SEP>, <EOD> and <MASK>); a model is what it is.
-    return SentencePieceTokenizer(config.tokenizer_model, name=str(config.tokenizer_type))
+    assert config.tokenizer_model is not None
+    return SentencePieceTokenizer(config.tokenizer_model, name=config.tokenizer_type)
 
 
-def _gpt2_bpe(config: "TokenizerConfig") -> Tokenizer:
+def _gpt2_bpe(config: TokenizerConfig) -> Tokenizer:
+    assert config.vocab_file is not None and config.merge_file is not None
     return gpt2_bpe_tokenizer(config.vocab_file, config.merge_file)
 
 
-def _huggingface(config: "TokenizerConfig") -> Tokenizer:
+def _huggingface(config: TokenizerConfig) -> Tokenizer:
+    assert config.tokenizer_model is not None
     return huggingface_tokenizer(config.tokenizer_model)
 
 
-def _null(config: "TokenizerConfig") -> Tokenizer:
+def _null(config: TokenizerConfig) -> Tokenizer:
+    assert config.vocab_size is not None
     return NullTokenizer(config.vocab_size, eod_id=config.null_tokenizer_eod_id, pad_id=config.null_tokenizer_pad_id)
 
 
-def _byte(config: "TokenizerConfig") -> Tokenizer:
+def _byte(config: TokenizerConfig) -> Tokenizer:
     return ByteTokenizer()
 
 
-_BUILDERS: dict[str, Callable[["TokenizerConfig"], Tokenizer]] = {
+_BUILDERS: dict[TokenizerType, Callable[[TokenizerConfig], Tokenizer]] = {
     "SentencePieceTokenizer": _sentencepiece,
     "GPTSentencePieceTokenizer": _sentencepiece,
     "Llama2Tokenizer": _sentencepiece,
@@ -45,20 +45,14 @@ _BUILDERS: dict[str, Callable[["TokenizerConfig"], Tokenizer]] = {
     "ByteTokenizer": _byte,
 }
 
-TOKENIZER_TYPES = tuple(_BUILDERS)
 
-
-def build_tokenizer(config: "TokenizerConfig") -> Tokenizer:
-    """The tokenizer that the configuration asks for, from local files only.
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer of a configuration that keeps its rules, from local files only.
 
     Raises:
-        ValueError: unknown type, missing or malformed file, or a `--vocab-size` that is not the tokenizer's.
+        ValueError: a malformed file, or a `--vocab-size` that is not the tokenizer's.
     """
-    builder = _BUILDERS.get(str(config.tokenizer_type))
-    if builder is None:
-        given = "is not given" if config.tokenizer_type is None else f"{config.tokenizer_type} is not known"
-        raise UserError(f"--tokenizer-type {given}: choose one of {', '.join(TOKENIZER_TYPES)}")
-    tokenizer = builder(config)
+    tokenizer = _BUILDERS[config.tokenizer_type](config)
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
         raise UserError(
             f"--vocab-size {config.vocab_size} contradicts --tokenizer-type {tokenizer.name}, whose files have "

@@ -13,29 +13,13 @@ class NullTokenizer:
         vocab_size: number of ids, EOD included.
         eod_id: default `vocab_size - 1`.
         pad_id: negative for none.
-
-    Raises:
-        ValueError: no vocabulary size, or an id outside it.
     """
 
     name = "NullTokenizer"
 
-    def __init__(self, vocab_size: int | None, *, eod_id: int | None = None, pad_id: int = -1) -> None:
-        if vocab_size is None or vocab_size < 1:
-            raise UserError(
-                f"--vocab-size {vocab_size}: --tokenizer-type NullTokenizer needs the number of ids, at "
-                "least 1, EOD included"
-            )
+    def __init__(self, vocab_size: int, *, eod_id: int | None = None, pad_id: int = -1) -> None:
         eod = vocab_size - 1 if eod_id is None else eod_id
-        if not 0 <= eod < vocab_size:
-            raise UserError(
-                f"--null-tokenizer-eod-id {eod}: must be one of the ids 0 to {vocab_size - 1} of "
-                f"--vocab-size {vocab_size}"
-            )
-        if pad_id >= vocab_size:
-            raise UserError(
-                f"--null-tokenizer-pad-id {pad_id}: must be below --vocab-size {vocab_size}, or -1 for no padding token"
-            )
+        assert 0 <= eod < vocab_size and pad_id < vocab_size, (eod, pad_id, vocab_size)
         self.vocab_size = vocab_size
         self.eod = eod
         self.pad = pad_id if pad_id >= 0 else None

@@ -29,7 +29,7 @@ class SentencePieceTokenizer:
         ValueError: no file, not a SentencePiece model, or a model without an end-of-document piece.
     """
 
-    def __init__(self, model_file: str | Path | None, *, name: str = "SentencePieceTokenizer") -> None:
+    def __init__(self, model_file: str | Path, *, name: str = "SentencePieceTokenizer") -> None:
         model = read_tokenizer_file(
             model_file, flag="--tokenizer-model", tokenizer_type=name, what="a SentencePiece .model file"
         )
@@ -66,7 +66,7 @@ class SentencePieceTokenizer:
     def fingerprint(self) -> str:
         return self._fingerprint
 
-    def _find_eod(self, model_file: str | Path | None) -> int:
+    def _find_eod(self, model_file: str | Path) -> int:
         eos = _known(self._processor.eos_id())
         if eos is not None:
             return eos

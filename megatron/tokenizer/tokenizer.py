@@ -60,14 +60,12 @@ def digest(*parts: str | bytes) -> str:
     return result.hexdigest()
 
 
-def read_tokenizer_file(path: str | Path | None, *, flag: str, tokenizer_type: str, what: str) -> bytes:
+def read_tokenizer_file(path: str | Path, *, flag: str, tokenizer_type: str, what: str) -> bytes:
     """Content of a tokenizer's file.
 
     Raises:
-        ValueError: the flag is missing, or names no readable file.
+        ValueError: the flag names no readable file.
     """
-    if path is None:
-        raise UserError(f"{flag} is not given: --tokenizer-type {tokenizer_type} needs it ({what})")
     file = Path(path)
     if not file.is_file():
         state = "is a folder" if file.is_dir() else "does not exist"

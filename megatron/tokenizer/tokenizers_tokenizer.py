@@ -75,7 +75,7 @@ class TokenizersTokenizer:
         return int(found)
 
 
-def gpt2_bpe_tokenizer(vocab_file: str | Path | None, merge_file: str | Path | None) -> TokenizersTokenizer:
+def gpt2_bpe_tokenizer(vocab_file: str | Path, merge_file: str | Path) -> TokenizersTokenizer:
     """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`; <|endoftext|> is EOD.
 
     Raises:
@@ -119,7 +119,7 @@ def gpt2_bpe_tokenizer(vocab_file: str | Path | None, merge_file: str | Path | N
     )
 
 
-def huggingface_tokenizer(path: str | Path | None) -> TokenizersTokenizer:
+def huggingface_tokenizer(path: str | Path) -> TokenizersTokenizer:
     """A `tokenizer.json`, or the folder that holds one; never a name on a hub.
 
     EOD is the eos_token of `tokenizer_config.json` or `special_tokens_map.json` beside the file; without them
@@ -129,10 +129,6 @@ def huggingface_tokenizer(path: str | Path | None) -> TokenizersTokenizer:
         ValueError: no such file, or files that disagree with each other.
     """
     name = "HuggingFaceTokenizer"
-    if path is None:
-        raise UserError(
-            f"--tokenizer-model is not given: --tokenizer-type {name} needs a tokenizer.json or a folder with one"
-        )
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file() and Path(path).is_dir():
         raise UserError(

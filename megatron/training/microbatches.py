@@ -5,9 +5,9 @@ Nothing is remembered between steps: a resumed run finds its batch size from its
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-from megatron.config.problems import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,8 @@ class BatchSize:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizeSchedule:
-    """A constant global batch size, or one that grows linearly to it.
+    """A constant global batch size, or one that grows linearly to it. All sizes are multiples of the samples that the
+    replicas take at a time, as the rules of a configuration demand.
 
     Attributes:
         rampup: (first size, increment, samples over which to grow), as `--rampup-batch-size` gives them.
@@ -37,54 +38,12 @@ class BatchSizeSchedule:
     rampup: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ValueError: a size does not divide; with flag, value, rule, and what works.
-        """
-        for flag, value in (
-            ("--global-batch-size", self.global_batch_size),
-            ("--micro-batch-size", self.micro_batch_size),
-            ("data-parallel size", self.data_parallel_size),
-        ):
-            if value < 1:
-                raise UserError(f"{flag} {value}: must be at least 1")
+        assert self.global_batch_size % self._unit == 0, (self.global_batch_size, self._unit)
         if self.rampup is not None:
-            self._check_rampup(*self.rampup)
-        else:
-            self._check_divides("--global-batch-size", self.global_batch_size)
-
-    def _check_rampup(self, start: int, increment: int, samples: int) -> None:
-        flag = f"--rampup-batch-size {start} {increment} {samples}"
-        if start < 1 or increment < 1 or samples < 0:
-            raise UserError(f"{flag}: first size and increment must be at least 1, samples at least 0")
-        growth = self.global_batch_size - start
-        if growth <= 0:
-            raise UserError(
-                f"{flag}: the first size must be less than --global-batch-size {self.global_batch_size}; "
-                f"leave the flag out for a constant size"
-            )
-        if growth % increment:
-            raise UserError(
-                f"{flag}: the increment must divide the growth from {start} to --global-batch-size "
-                f"{self.global_batch_size}, {growth}; {_divisors_near(growth, increment)} do"
-            )
-        self._check_divides(f"{flag}: first size", start)
-        if increment % self._unit:
-            raise UserError(
-                f"{flag}: each size on the way must be divisible by micro-batch size × data-parallel size = "
-                f"{self.micro_batch_size} × {self.data_parallel_size} = {self._unit}, and so must the "
-                f"increment {increment}"
-            )
-
-    def _check_divides(self, flag: str, size: int) -> None:
-        below = size // self._unit * self._unit
-        if size % self._unit:
-            works = f"{below} or {below + self._unit}" if below else f"{self._unit}"
-            raise UserError(
-                f"{flag} {size}: must be divisible by micro-batch size × data-parallel size = "
-                f"{self.micro_batch_size} × {self.data_parallel_size} = {self._unit}; the nearest that "
-                f"works: {works}"
-            )
+            start, increment, _ = self.rampup
+            assert start % self._unit == increment % self._unit == 0, (self.rampup, self._unit)
+            assert 0 < start < self.global_batch_size, (self.rampup, self.global_batch_size)
+            assert (self.global_batch_size - start) % increment == 0, (self.rampup, self.global_batch_size)
 
     @property
     def _unit(self) -> int:
@@ -99,37 +58,42 @@ class BatchSizeSchedule:
         if self.rampup is None:
             return self.global_batch_size
         start, increment, samples = self.rampup
-        if consumed_samples > samples or samples == 0:
+        if consumed_samples > samples:
             return self.global_batch_size
         samples_per_increment = samples / ((self.global_batch_size - start) // increment)
         return min(start + int(consumed_samples / samples_per_increment) * increment, self.global_batch_size)
 
     def samples_after(self, iterations: int) -> int:
         """Samples consumed by that many iterations from the start of training."""
-        consumed = done = 0
-        while done < iterations and self._growing(consumed):
-            consumed += self.at(consumed).global_batch_size
-            done += 1
-        return consumed + (iterations - done) * self.at(consumed).global_batch_size
+        consumed = 0
+        for size, steps in self._growing():
+            if iterations <= steps:
+                return consumed + iterations * size
+            consumed += steps * size
+            iterations -= steps
+        return consumed + iterations * self.global_batch_size
 
     def iterations_for(self, samples: int) -> int:
         """Whole iterations from the start of training that fit into that many samples."""
-        consumed = done = 0
-        while self._growing(consumed):
-            step = self.at(consumed).global_batch_size
-            if consumed + step > samples:
+        done = 0
+        for size, steps in self._growing():
+            fitting = min(steps, samples // size)
+            done += fitting
+            samples -= fitting * size
+            if fitting < steps:
                 return done
-            consumed += step
-            done += 1
-        return done + (samples - consumed) // self.at(consumed).global_batch_size
+        return done + samples // self.global_batch_size
 
-    def _growing(self, consumed_samples: int) -> bool:
-        return self.rampup is not None and consumed_samples <= self.rampup[2]
+    def _growing(self) -> Iterator[tuple[int, int]]:
+        """Each batch size on the way to the full one, and how many iterations have it."""
+        consumed, size = 0, self._scheduled(0)
+        while self.rampup is not None and size < self.global_batch_size:
 
+            def has_grown(steps: int, consumed: int = consumed, size: int = size) -> bool:
+                return self._scheduled(consumed + steps * size) > size
 
-def _divisors_near(number: int, wanted: int) -> str:
-    """The divisors of `number` next below and above `wanted`."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = max(d for d in divisors if d <= wanted)
-    above = min((d for d in divisors if d >= wanted), default=number)
-    return f"{below} and {above}"
+            most = self.rampup[2] // size + 1
+            steps = 1 + bisect.bisect_left(range(1, most + 1), True, key=has_grown)
+            yield size, steps
+            consumed += steps * size
+            size = self._scheduled(consumed)

@@ -186,6 +186,18 @@ REFUSED = [
         None,
         ["--lr-wsd-decay-iters 95", "90 or less"],
     ),
+    (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 95 --lr-warmup-fraction 0.1",
+        "",
+        None,
+        ["--lr-wsd-decay-iters 95", "90 or less"],
+    ),
+    (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 1 --lr-decay-iters 1 --lr-warmup-fraction 0.1",
+        "",
+        None,
+        ["--lr-wsd-decay-iters 1", "--lr-decay-iters 2 or more"],
+    ),
     ("--start-weight-decay 0.1", "", None, ["--start-weight-decay 0.1", "constant"]),
     (
         "--weight-decay-incr-style linear --start-weight-decay 0",

@@ -176,18 +176,17 @@ def test_the_schedules_take_the_lengths_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "change, flag",
+    "change",
     [
-        ({"min_lr": 1.0}, "--min-lr"),
-        ({"init_lr": 1.0}, "--lr-warmup-init"),
-        ({"lr_warmup_steps": 400}, "--lr-warmup-iters"),
-        ({"lr_decay_steps": 0}, "--lr-decay-iters"),
-        ({"lr_decay_style": "WSD"}, "--lr-wsd-decay-iters"),
-        ({"lr_decay_style": "cosin"}, "--lr-decay-style cosin"),
-        ({"start_wd": 0.5}, "--start-weight-decay"),
-        ({"wd_incr_style": "constant"}, "--weight-decay-incr-style"),
+        {"min_lr": 1.0},
+        {"init_lr": 1.0},
+        {"lr_warmup_steps": 400},
+        {"lr_decay_steps": 0},
+        {"lr_decay_style": "WSD"},
+        {"start_wd": 0.5},
+        {"wd_incr_style": "constant"},
     ],
 )
-def test_impossible_schedules_are_refused_by_flag(change: dict[str, Any], flag: str) -> None:
-    with pytest.raises(ValueError, match=flag):
+def test_schedules_that_no_configuration_allows_are_a_bug(change: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
         scheduler_of({**VALUES, **change})

@@ -103,8 +103,6 @@ def test_a_broken_file_is_refused_with_its_flag(tmp_path: Path, broken: str) -> 
 def test_a_missing_file_is_refused_with_its_flag(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--merge-file .*merges does not exist"):
         gpt2_bpe_tokenizer(gpt2_vocab_file(), tmp_path / "merges")
-    with pytest.raises(ValueError, match="--vocab-file is not given"):
-        gpt2_bpe_tokenizer(None, gpt2_merge_file())
 
 
 @pytest.mark.parametrize("as_object", [False, True])

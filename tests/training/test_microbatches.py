@@ -39,13 +39,6 @@ def test_each_iteration_of_a_ramp(case: dict[str, Any]) -> None:
         expected_samples += size
 
 
-def test_a_ramp_that_starts_at_its_end_is_refused() -> None:
-    """Megatron-LM divides by zero."""
-    (case,) = (case for case in CASES if "error" in case)
-    with pytest.raises(ValueError, match=r"--rampup-batch-size 32 4 100.*less than --global-batch-size 32"):
-        schedule_of(case)
-
-
 @pytest.mark.parametrize(
     "consumed, size", [(0, 16), (2380, 16), (2381, 24), (10000, 48), (300000, 1024), (300001, 1024)]
 )
@@ -65,18 +58,22 @@ def test_a_constant_size() -> None:
     assert schedule.iterations_for(191) == 7
 
 
+def test_a_ramp_over_very_many_samples_is_summed_by_its_stretches() -> None:
+    """One batch at a time this would take hours."""
+    schedule = BatchSizeSchedule(
+        global_batch_size=4, micro_batch_size=1, data_parallel_size=1, rampup=(1, 1, 3 * 10**10)
+    )
+    third = 10**10
+    assert schedule.samples_after(third) == third
+    assert schedule.samples_after(third + 1) == third + 2
+    total = third + third // 2 + -(-third // 3)
+    assert schedule.iterations_for(schedule.samples_after(total) + 4 * 7 + 3) == total + 7
+
+
 @pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"global_batch_size": 25}, "--global-batch-size 25: .*2 × 3 = 6.*24 or 30"),
-        ({"global_batch_size": 4}, "nearest that works: 6"),
-        ({"rampup": (6, 7, 100)}, "must divide the growth from 6 .* 18; 6 and 9 do"),
-        ({"rampup": (8, 4, 100)}, "first size 8: .*6 or 12"),
-        ({"rampup": (12, 3, 100)}, "so must the increment 3"),
-        ({"rampup": (0, 6, 100)}, "at least 1"),
-        ({"micro_batch_size": 0}, "--micro-batch-size 0"),
-    ],
+    "values",
+    [{"global_batch_size": 25}, {"rampup": (6, 7, 100)}, {"rampup": (8, 4, 100)}, {"rampup": (24, 6, 100)}],
 )
-def test_sizes_that_do_not_divide_are_refused_with_what_works(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_sizes_that_no_configuration_allows_are_a_bug(values: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
         BatchSizeSchedule(**{"global_batch_size": 24, "micro_batch_size": 2, "data_parallel_size": 3, **values})
