@@ -20,7 +20,7 @@ import torch
 from command_line import Parser, elapsed, run_tool, say
 
 from megatron.checkpointing import load_checkpoint, model_tensors
-from megatron.config.megatron_config import MegatronConfig
+from megatron.config.megatron_config import MegatronConfig, section_problems
 from megatron.config.options import add_to_parser, section_options
 from megatron.config.pipeline_layout import StageLayout
 from megatron.config.problems import ConfigError, UserError
@@ -64,7 +64,7 @@ def tokenizer_of(trained: TokenizerConfig, files: Mapping[str, Any]) -> Tokenize
         ConfigError: a file is not there, or the tokenizer has no such file.
     """
     config = replace(trained, **files)
-    problems = list(config.problems())
+    problems = section_problems(config)
     given = {option.name for option in section_options("tokenizer", TokenizerConfig) if option.field in files}
     for problem in config.file_problems():
         (flag,) = problem.flags

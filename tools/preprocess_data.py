@@ -26,6 +26,7 @@ import numpy.typing as npt
 from command_line import Parser, elapsed, progress, run_tool, say
 from text_tools import Work, find_files, prepare_output, read_text, text_of
 
+from megatron.config.megatron_config import section_problems
 from megatron.config.options import Option, add_to_parser, section_options
 from megatron.config.problems import ConfigError, UserError
 from megatron.config.tokenizer import TokenizerConfig
@@ -257,7 +258,7 @@ def _encode_in_worker(batch: Batch) -> TokenizedBatch:
 
 def _tokenizer_config(arguments: argparse.Namespace) -> TokenizerConfig:
     config = TokenizerConfig(**{option.field: getattr(arguments, option.field) for option in tokenizer_options()})
-    problems = [*config.problems(), *config.file_problems()]
+    problems = [*section_problems(config), *config.file_problems()]
     if problems:
         raise ConfigError(problems)
     return config
