@@ -6,6 +6,7 @@ between them (last label of one, first input of the next), and only the tail of 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from megatron.config.problems import UserError
 from megatron.data.index_builder import (
+    EpochPlan,
     IntArray,
     build_document_index,
     build_sample_index,
@@ -124,7 +126,7 @@ def build_gpt_index(
         keep_last: keep the last sample of the split though it is short.
 
     Raises:
-        ValueError: samples are requested of a split without tokens.
+        ValueError: samples are requested of a split without tokens, or more than an index in memory can place.
     """
 
     def build() -> Mapping[str, npt.NDArray[Any]]:
@@ -137,6 +139,7 @@ def build_gpt_index(
             extra_tokens=extra_tokens,
             keep_last=keep_last,
         )
+        _check_memory(plan, len(documents))
         random = np.random.RandomState(seed)
         document_index = build_document_index(documents, plan, random)
         sample_index = build_sample_index(
@@ -167,3 +170,15 @@ def build_gpt_index(
     }
     arrays = cache.get(f"GPTDataset-{split.value}", description, build)
     return GPTIndex(document=arrays["document_index"], sample=arrays["sample_index"], shuffle=arrays["shuffle_index"])
+
+
+def _check_memory(plan: EpochPlan, documents: int) -> None:
+    """Refuses an index that this machine cannot hold while it is built, at 12 bytes a sample and 4 a document read."""
+    needed = 12 * plan.num_samples + 4 * documents * plan.num_epochs
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise UserError(
+            f"the index of {plan.num_samples:,} samples takes {needed / 2**30:,.0f} GiB, and this machine has "
+            f"{memory / 2**30:,.0f} GiB of memory; --train-iters or --train-samples (for validation, --eval-iters) say "
+            "how many there are"
+        )

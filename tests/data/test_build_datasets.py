@@ -310,6 +310,11 @@ def test_mock_data_needs_no_file_and_fills_all_splits(tmp_path: Path) -> None:
         assert dataset.source.get(0).tolist() == [*range(1, lengths[0]), 50256]
 
 
+def test_an_index_that_no_machine_could_hold_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"index of [0-9,]+ samples takes [0-9,]+ GiB, .*--train-iters"):
+        build(tmp_path / "cache", mock_data=True, num_samples=(10**14, 5, 5), vocab_size=50257, eod=50256)
+
+
 def test_mock_data_fits_a_small_vocabulary(tmp_path: Path) -> None:
     train = build(tmp_path / "cache", mock_data=True, seq_length=4096, vocab_size=7, eod=6)[0]
     assert train is not None
