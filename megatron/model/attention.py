@@ -12,10 +12,11 @@ from megatron.config.transformer import TransformerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import Init, Piece, even_pieces
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.placement import Placement
 from megatron.core.tensor_parallel.random import DropoutStream, attention_dropout
 from megatron.model.dropout_sites import ATTENTION_WEIGHTS
 from megatron.model.init import output_std
-from megatron.model.norms import build_norm
+from megatron.model.norms import Norm
 from megatron.model.rotary import RotaryTable, apply_rotary
 
 
@@ -89,55 +90,38 @@ class SelfAttention(nn.Module):
 
     Args:
         layer: global number of the layer, from 0: dropout masks depend on it.
-        group: the tensor-parallel group that the heads are cut over.
-        sequence_parallel: whether input and output are cut along the sequence over the same group.
+        placement: the heads are cut over its group, and under sequence parallelism input and output along the sequence.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        layer: int,
-        group: CommGroup,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *, layer: int, placement: Placement) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
         self.rotary_interleaved = config.rotary_interleaved
         self.dropout_probability = config.attention_dropout
         self.fast_dropout = config.fast_attention_dropout
-        self.heads = local_heads(config, group)
+        self.heads = local_heads(config, placement.group)
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             config.qkv_size,
-            group=group,
+            placement=placement,
             bias=config.add_bias_linear or config.add_qkv_bias,
-            sequence_parallel=sequence_parallel,
             init=Init.normal(config.init_method_std),
-            dtype=dtype,
-            device=device,
             pieces=self.heads.rows,
         )
         self.linear_proj = RowParallelLinear(
             config.query_size,
             config.hidden_size,
-            group=group,
+            placement=placement,
             bias=config.add_bias_linear,
-            sequence_parallel=sequence_parallel,
             init=Init.normal(output_std(config.init_method_std, config.num_layers)),
-            dtype=dtype,
-            device=device,
         )
         # A rank normalises its own heads only, so the gradient of the scale is a partial sum with or without
         # sequence parallelism.
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
             self.q_layernorm, self.k_layernorm = (
-                build_norm(config, self.head_dim, group=group, partial_gradient=True, dtype=dtype, device=device)
-                for _ in range(2)
+                Norm(config, config.head_dim, placement=placement, partial_gradient=True) for _ in range(2)
             )
 
     def forward(

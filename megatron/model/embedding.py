@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.transformer import TransformerConfig
-from megatron.core.comm_group import CommGroup
-from megatron.core.shard import Init, set_shard
+from megatron.core.shard import Init
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.placement import Placement
 from megatron.core.tensor_parallel.random import DropoutStream, HiddenDropout
 from megatron.model.dropout_sites import EMBEDDING
-from megatron.model.norms import whole_shard
 
 
 class PositionEmbedding(nn.Module):
@@ -28,23 +26,20 @@ class PositionEmbedding(nn.Module):
         max_positions: int,
         hidden_size: int,
         *,
-        group: CommGroup,
-        sequence_parallel: bool,
+        placement: Placement,
         init: Init,
-        dtype: torch.dtype,
-        device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.group = group
-        self.sequence_parallel = sequence_parallel
-        self.weight = nn.Parameter(torch.empty(max_positions, hidden_size, dtype=dtype, device=device))
-        set_shard(self.weight, whole_shard((max_positions, hidden_size), group, init, sequence_parallel))
+        self.placement = placement
+        self.weight = placement.whole_parameter(
+            max_positions, hidden_size, init=init, partial_gradient=placement.sequence_parallel
+        )
 
     def forward(self, position_ids: Tensor) -> Tensor:
         """[b, s] -> [s/t or s, b, h]"""
         positions = position_ids.t()  # [s, b]
-        if self.sequence_parallel:
-            positions = scatter_to_sequence_parallel_region(positions, self.group)  # [s/t, b]
+        if self.placement.sequence_parallel:
+            positions = scatter_to_sequence_parallel_region(positions, self.placement.group)  # [s/t, b]
         return F.embedding(positions, self.weight)  # [s/t or s, b, h]
 
 
@@ -57,10 +52,7 @@ class LanguageModelEmbedding(nn.Module):
         *,
         vocab_size: int,
         padded_vocab_size: int,
-        group: CommGroup,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        placement: Placement,
     ) -> None:
         super().__init__()
         init = embedding_init(config)
@@ -68,11 +60,8 @@ class LanguageModelEmbedding(nn.Module):
             vocab_size,
             config.hidden_size,
             padded_vocab_size=padded_vocab_size,
-            group=group,
-            sequence_parallel=sequence_parallel,
+            placement=placement,
             init=init,
-            dtype=dtype,
-            device=device,
         )
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
@@ -80,15 +69,10 @@ class LanguageModelEmbedding(nn.Module):
             self.position_embeddings = PositionEmbedding(
                 config.max_position_embeddings,
                 config.hidden_size,
-                group=group,
-                sequence_parallel=sequence_parallel,
+                placement=placement,
                 init=init,
-                dtype=dtype,
-                device=device,
             )
-        self.dropout = HiddenDropout(
-            config.hidden_dropout, layer=0, site=EMBEDDING, group=group, sequence_parallel=sequence_parallel
-        )
+        self.dropout = HiddenDropout(config.hidden_dropout, layer=0, site=EMBEDDING, placement=placement)
 
     def forward(self, tokens: Tensor, position_ids: Tensor, dropout: DropoutStream | None) -> Tensor:
         """[b, s] twice -> [s/t or s, b, h]"""

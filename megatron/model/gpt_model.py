@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from megatron.config.pipeline_layout import StageLayout
 from megatron.config.transformer import TransformerConfig
-from megatron.core.comm_group import CommGroup
 from megatron.core.shard import Init, name_parameters, set_shard, shard_of
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, vocab_parallel_logits
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, column_parallel_linear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel_region
+from megatron.core.tensor_parallel.placement import Placement
 from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.model.attention import local_heads
 from megatron.model.embedding import LanguageModelEmbedding, embedding_init
@@ -38,9 +37,7 @@ class GPTModel(nn.Module):
         vocab_size: rows of the vocabulary that belong to the model.
         padded_vocab_size: rows held in memory, a multiple of the tensor-parallel size. Those from
             `vocab_size` on are zero and take part in nothing.
-        tensor_group: the tensor-parallel group.
-        sequence_parallel: whether norms, dropout and residuals are cut along the sequence over the same
-            group.
+        placement: how this chunk is spread over a tensor-parallel group.
     """
 
     def __init__(
@@ -50,38 +47,21 @@ class GPTModel(nn.Module):
         stage: StageLayout,
         vocab_size: int,
         padded_vocab_size: int,
-        tensor_group: CommGroup,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        placement: Placement,
     ) -> None:
         super().__init__()
         self.config = config
         self.stage = stage
         self.vocab_size = vocab_size
         self.padded_vocab_size = padded_vocab_size
-        self.tensor_group = tensor_group
-        self.sequence_parallel = sequence_parallel
-        self.dtype = dtype
+        self.placement = placement
         self.embedding: LanguageModelEmbedding | None = None
         if stage.has_embedding:
             self.embedding = LanguageModelEmbedding(
-                config,
-                vocab_size=vocab_size,
-                padded_vocab_size=padded_vocab_size,
-                group=tensor_group,
-                sequence_parallel=sequence_parallel,
-                dtype=dtype,
-                device=device,
+                config, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size, placement=placement
             )
         self.decoder = TransformerBlock(
-            config,
-            layers=stage.layers,
-            final_layernorm=stage.has_output,
-            group=tensor_group,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
+            config, layers=stage.layers, final_layernorm=stage.has_output, placement=placement
         )
         self.output_layer: ColumnParallelLinear | None = None
         if stage.has_output and not (config.tied_embeddings and stage.has_embedding):
@@ -89,18 +69,15 @@ class GPTModel(nn.Module):
                 config.hidden_size,
                 vocab_size,
                 padded_out_features=padded_vocab_size,
-                group=tensor_group,
+                placement=placement,
                 bias=False,
-                sequence_parallel=sequence_parallel,
                 init=embedding_init(config) if config.tied_embeddings else Init.normal(config.init_method_std),
-                dtype=dtype,
-                device=device,
             )
         self._tie()
         name_parameters(self)
         self.slopes: tuple[float, ...] | None = None
         if config.position_embedding_type == "alibi":
-            heads = local_heads(config, tensor_group)
+            heads = local_heads(config, placement.group)
             self.slopes = alibi_slopes(config.num_attention_heads)[heads.first : heads.first + heads.queries]
 
     def _tie(self) -> None:
@@ -147,7 +124,7 @@ class GPTModel(nn.Module):
             document_ids=document_ids,
             window=self.config.window_size,
             slopes=self.slopes,
-            dtype=self.dtype,
+            dtype=self.placement.dtype,
             device=tokens.device,
         )
         hidden_states = self.decoder(hidden_states, rotary=self._rotary(position_ids), mask=mask, dropout=dropout)
@@ -156,10 +133,10 @@ class GPTModel(nn.Module):
             return hidden_states
         logits = self._logits(hidden_states)  # [s, b, v_padded/t]
         if labels is None:
-            whole = gather_from_tensor_parallel_region(logits, self.tensor_group)  # [s, b, v_padded]
+            whole = gather_from_tensor_parallel_region(logits, self.placement.group)  # [s, b, v_padded]
             return whole[..., : self.vocab_size].transpose(0, 1)  # [b, s, v]
         losses = vocab_parallel_cross_entropy(
-            logits, labels.t(), group=self.tensor_group, vocab_size=self.vocab_size
+            logits, labels.t(), group=self.placement.group, vocab_size=self.vocab_size
         )  # [s, b]
         return losses.t()  # [b, s]
 
@@ -180,7 +157,7 @@ class GPTModel(nn.Module):
     def _rotary(self, position_ids: Tensor) -> RotaryTable | None:
         if self.config.position_embedding_type != "rope":
             return None
-        return rotary_table(self.config, position_ids, self.dtype)
+        return rotary_table(self.config, position_ids, self.placement.dtype)
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
         """[s/t or s, b, h] -> [s, b, v_padded/t]"""
@@ -188,9 +165,4 @@ class GPTModel(nn.Module):
             logits: Tensor = self.output_layer(hidden_states)
             return logits
         assert self.embedding is not None
-        return vocab_parallel_logits(
-            hidden_states,
-            self.embedding.word_embeddings.weight,
-            group=self.tensor_group,
-            sequence_parallel=self.sequence_parallel,
-        )
+        return column_parallel_linear(hidden_states, self.embedding.word_embeddings.weight, None, self.placement)

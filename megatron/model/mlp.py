@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.transformer import TransformerConfig
-from megatron.core.comm_group import CommGroup
 from megatron.core.shard import Init, blocked_pieces
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.placement import Placement
 from megatron.model.init import output_std
 
 
@@ -19,38 +18,24 @@ class MLP(nn.Module):
     With SwiGLU the rows of the first weight are [gate; up], each cut over the tensor-parallel group.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        group: CommGroup,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *, placement: Placement) -> None:
         super().__init__()
         self.activation = config.activation
         blocks = (config.ffn_size, config.ffn_size) if config.gated else (config.ffn_size,)
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
             sum(blocks),
-            group=group,
+            placement=placement,
             bias=config.add_bias_linear,
-            sequence_parallel=sequence_parallel,
             init=Init.normal(config.init_method_std),
-            dtype=dtype,
-            device=device,
-            pieces=blocked_pieces(blocks, group),
+            pieces=blocked_pieces(blocks, placement.group),
         )
         self.linear_fc2 = RowParallelLinear(
             config.ffn_size,
             config.hidden_size,
-            group=group,
+            placement=placement,
             bias=config.add_bias_linear,
-            sequence_parallel=sequence_parallel,
             init=Init.normal(output_std(config.init_method_std, config.num_layers)),
-            dtype=dtype,
-            device=device,
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:

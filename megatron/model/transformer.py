@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from megatron.config.transformer import TransformerConfig
-from megatron.core.comm_group import CommGroup
+from megatron.core.tensor_parallel.placement import Placement
 from megatron.core.tensor_parallel.random import DropoutStream, HiddenDropout
 from megatron.model.attention import SelfAttention
 from megatron.model.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
 from megatron.model.mlp import MLP
-from megatron.model.norms import build_norm
+from megatron.model.norms import Norm
 from megatron.model.rotary import RotaryTable
+
+
+def _hidden_norm(config: TransformerConfig, placement: Placement) -> Norm:
+    """Over hidden states, of which a rank has only its positions under sequence parallelism."""
+    return Norm(config, config.hidden_size, placement=placement, partial_gradient=placement.sequence_parallel)
 
 
 class TransformerLayer(nn.Module):
@@ -21,44 +25,17 @@ class TransformerLayer(nn.Module):
     Arguments as for `SelfAttention`.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        layer: int,
-        group: CommGroup,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *, layer: int, placement: Placement) -> None:
         super().__init__()
 
-        def norm() -> nn.Module:
-            return build_norm(
-                config,
-                config.hidden_size,
-                group=group,
-                partial_gradient=sequence_parallel,
-                dtype=dtype,
-                device=device,
-            )
-
         def dropout(site: int) -> HiddenDropout:
-            return HiddenDropout(
-                config.hidden_dropout,
-                layer=layer,
-                site=site,
-                group=group,
-                sequence_parallel=sequence_parallel,
-            )
+            return HiddenDropout(config.hidden_dropout, layer=layer, site=site, placement=placement)
 
-        self.input_layernorm = norm()
-        self.self_attention = SelfAttention(
-            config, layer=layer, group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device
-        )
+        self.input_layernorm = _hidden_norm(config, placement)
+        self.self_attention = SelfAttention(config, layer=layer, placement=placement)
         self.attention_output_dropout = dropout(ATTENTION_OUTPUT)
-        self.pre_mlp_layernorm = norm()
-        self.mlp = MLP(config, group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        self.pre_mlp_layernorm = _hidden_norm(config, placement)
+        self.mlp = MLP(config, placement=placement)
         self.mlp_output_dropout = dropout(MLP_OUTPUT)
 
     def forward(
@@ -86,40 +63,13 @@ class TransformerBlock(nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        layers: range,
-        final_layernorm: bool,
-        group: CommGroup,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, config: TransformerConfig, *, layers: range, final_layernorm: bool, placement: Placement
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleDict(
-            {
-                str(layer): TransformerLayer(
-                    config,
-                    layer=layer,
-                    group=group,
-                    sequence_parallel=sequence_parallel,
-                    dtype=dtype,
-                    device=device,
-                )
-                for layer in layers
-            }
+            {str(layer): TransformerLayer(config, layer=layer, placement=placement) for layer in layers}
         )
-        self.final_layernorm = None
-        if final_layernorm:
-            self.final_layernorm = build_norm(
-                config,
-                config.hidden_size,
-                group=group,
-                partial_gradient=sequence_parallel,
-                dtype=dtype,
-                device=device,
-            )
+        self.final_layernorm = _hidden_norm(config, placement) if final_layernorm else None
 
     def forward(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.pipeline_layout import StageLayout
+from megatron.core.tensor_parallel.placement import Placement
 from megatron.data.batches import GPTCollator
 from megatron.data.build import build_gpt_datasets
 from megatron.model.gpt_model import GPTModel
@@ -19,10 +20,12 @@ def gpt_model(context: MegatronContext, stage: StageLayout, vocabulary: Vocabula
         stage=stage,
         vocab_size=vocabulary.size,
         padded_vocab_size=vocabulary.padded_size,
-        tensor_group=context.state.tensor,
-        sequence_parallel=config.parallel.sequence_parallel,
-        dtype=config.optimizer.params_dtype,
-        device=context.device,
+        placement=Placement(
+            group=context.state.tensor,
+            sequence_parallel=config.parallel.sequence_parallel,
+            dtype=config.optimizer.params_dtype,
+            device=context.device,
+        ),
     )
 
 

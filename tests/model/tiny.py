@@ -12,6 +12,7 @@ from megatron.config.transformer import TransformerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.model.gpt_model import GPTModel
 from megatron.model.init import initialize_weights
+from tests.tensor_parallel.ranks import placed
 
 VOCAB = 61  # a prime: no tensor-parallel size divides it
 SEQUENCE = 24
@@ -80,10 +81,7 @@ def build(
         stage=whole(config) if stage is None else stage,
         vocab_size=vocab_size,
         padded_vocab_size=-(-vocab_size // group.size) * group.size if padded_vocab_size is None else padded_vocab_size,
-        tensor_group=group,
-        sequence_parallel=sequence_parallel,
-        dtype=dtype,
-        device="cpu",
+        placement=placed(group, sequence_parallel, dtype),
     )
     initialize_weights(model, seed)
     return model

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import shard_of
+from megatron.core.tensor_parallel.placement import Placement
 
 
 def tensor_group(rank: int, world_size: int) -> CommGroup:
@@ -18,6 +19,11 @@ def tensor_group(rank: int, world_size: int) -> CommGroup:
         return CommGroup.single("tensor")
     ranks = tuple(range(world_size))
     return CommGroup(name="tensor", ranks=ranks, rank=rank, process_group=dist.group.WORLD)
+
+
+def placed(group: CommGroup, sequence_parallel: bool = False, dtype: torch.dtype = torch.float64) -> Placement:
+    """A placement over `group`, in the memory of the test."""
+    return Placement(group=group, sequence_parallel=sequence_parallel, dtype=dtype, device=torch.device("cpu"))
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

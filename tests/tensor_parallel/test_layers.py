@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    vocab_parallel_logits,
+    column_parallel_linear,
 )
 from tests.helpers.distributed import run_distributed
 from tests.helpers.numerics import assert_bitwise, assert_parity
@@ -33,6 +33,7 @@ from tests.tensor_parallel.ranks import (
     fill,
     give_main_grads,
     local_part,
+    placed,
     sequence_part,
     tensor_group,
 )
@@ -48,11 +49,9 @@ class ParallelPair(nn.Module):
     def __init__(self, group: CommGroup, sequence_parallel: bool, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         common: dict[str, Any] = {
-            "group": group,
+            "placement": placed(group, sequence_parallel, dtype),
             "bias": True,
-            "sequence_parallel": sequence_parallel,
             "init": Init.normal(0.02),
-            "dtype": dtype,
         }
         self.fc1 = ColumnParallelLinear(H, FFN, **common)
         self.fc2 = RowParallelLinear(FFN, H, **common)
@@ -217,15 +216,9 @@ class TiedModel(nn.Module):
 
     def __init__(self, group: CommGroup, sequence_parallel: bool, vocab_size: int, padded_vocab_size: int) -> None:
         super().__init__()
-        self.group, self.sequence_parallel, self.vocab_size = group, sequence_parallel, vocab_size
+        self.placement, self.vocab_size = placed(group, sequence_parallel), vocab_size
         self.embedding = VocabParallelEmbedding(
-            vocab_size,
-            H,
-            padded_vocab_size=padded_vocab_size,
-            group=group,
-            sequence_parallel=sequence_parallel,
-            init=Init.normal(0.02),
-            dtype=torch.float64,
+            vocab_size, H, padded_vocab_size=padded_vocab_size, placement=self.placement, init=Init.normal(0.02)
         )
         fill(self.embedding.weight, drawn(9, vocab_size, H))
         self.pair = ParallelPair(group, sequence_parallel)
@@ -233,13 +226,8 @@ class TiedModel(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         hidden = self.embedding(tokens)
         hidden = hidden + self.pair(hidden)
-        logits = vocab_parallel_logits(
-            hidden,
-            self.embedding.weight,
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
-        )
-        return vocab_parallel_cross_entropy(logits, labels.t(), group=self.group, vocab_size=self.vocab_size)
+        logits = column_parallel_linear(hidden, self.embedding.weight, None, self.placement)
+        return vocab_parallel_cross_entropy(logits, labels.t(), group=self.placement.group, vocab_size=self.vocab_size)
 
 
 class DenseTiedModel(nn.Module):
@@ -328,13 +316,7 @@ def test_a_token_outside_the_vocabulary_is_an_error_on_the_rank_at_that_end(toke
 
 def check_pieces(rank: int, world_size: int) -> None:
     group = tensor_group(rank, world_size)
-    common: dict[str, Any] = {
-        "group": group,
-        "bias": True,
-        "sequence_parallel": False,
-        "init": Init.normal(1.0),
-        "dtype": torch.float64,
-    }
+    common: dict[str, Any] = {"placement": placed(group), "bias": True, "init": Init.normal(1.0)}
     weight, bias, x = drawn(1, FFN, H), drawn(2, FFN), drawn(3, S, B, H)
 
     # Rows 0..3 on both ranks, then each rank its own four: as grouped keys beside queries.
@@ -358,14 +340,7 @@ def test_uneven_pieces_equal_dense() -> None:
 def check_padded_untied_head(rank: int, world_size: int) -> None:
     group = tensor_group(rank, world_size)
     head = ColumnParallelLinear(
-        H,
-        13,
-        padded_out_features=24,
-        group=group,
-        bias=False,
-        sequence_parallel=False,
-        init=Init.normal(1.0),
-        dtype=torch.float64,
+        H, 13, padded_out_features=24, placement=placed(group), bias=False, init=Init.normal(1.0)
     )
     weight, x = drawn(1, 13, H), drawn(3, S, B, H)
     fill(head.weight, weight)
@@ -516,10 +491,8 @@ def test_embedding_adds_repeated_tokens_of_low_precision_in_main_grad() -> None:
         6,
         2,
         padded_vocab_size=6,
-        group=CommGroup.single("tensor"),
-        sequence_parallel=False,
+        placement=placed(CommGroup.single("tensor"), dtype=torch.bfloat16),
         init=Init.normal(1.0),
-        dtype=torch.bfloat16,
     )
     with torch.no_grad():
         embedding.weight.zero_()
@@ -533,13 +506,7 @@ def test_embedding_adds_repeated_tokens_of_low_precision_in_main_grad() -> None:
 
 def indivisible_error(rank: int, world_size: int) -> list[str]:
     group = tensor_group(rank, world_size)
-    common: dict[str, Any] = {
-        "group": group,
-        "bias": False,
-        "sequence_parallel": False,
-        "init": Init.normal(1.0),
-        "dtype": torch.float64,
-    }
+    common: dict[str, Any] = {"placement": placed(group), "bias": False, "init": Init.normal(1.0)}
     messages = []
     for layer, sizes in ((ColumnParallelLinear, (8, 10)), (RowParallelLinear, (10, 8))):
         with pytest.raises(ValueError, match="10") as error:

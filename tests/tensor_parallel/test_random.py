@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.random import (
     model_parallel_seed,
 )
 from tests.helpers.numerics import assert_bitwise
+from tests.tensor_parallel.ranks import placed
 
 S, B, H = 64, 4, 256
 CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ def kept(p: float, shape: tuple[int, int, int] = (S, B, H), **changes: Any) -> T
 
 
 def single_hidden_dropout(p: float, layer: int = 3, site: int = 1) -> HiddenDropout:
-    return HiddenDropout(p, layer=layer, site=site, group=CommGroup.single("tensor"), sequence_parallel=False)
+    return HiddenDropout(p, layer=layer, site=site, placement=placed(CommGroup.single("tensor")))
 
 
 def group_member(rank: int, size: int) -> CommGroup:
@@ -173,9 +174,9 @@ def test_mask_of_a_sequence_parallel_rank_is_its_slice_of_the_whole_mask(size: i
     whole = single_hidden_dropout(0.3)(x, stream())
     parts = []
     for rank in range(size):
-        layer = HiddenDropout(0.3, layer=3, site=1, group=group_member(rank, size), sequence_parallel=True)
+        layer = HiddenDropout(0.3, layer=3, site=1, placement=placed(group_member(rank, size), True))
         parts.append(layer(x.chunk(size)[rank], stream()))
-        replicated = HiddenDropout(0.3, layer=3, site=1, group=group_member(rank, size), sequence_parallel=False)
+        replicated = HiddenDropout(0.3, layer=3, site=1, placement=placed(group_member(rank, size)))
         assert_bitwise(replicated(x, stream()), whole, "without sequence parallelism")
     assert_bitwise(torch.cat(parts), whole)
 

@@ -18,7 +18,7 @@ from megatron.model.transformer import TransformerLayer
 from tests.helpers.distributed import run_distributed
 from tests.helpers.tiny import tiny_config
 from tests.tensor_parallel.collective_log import recorded_collectives
-from tests.tensor_parallel.ranks import give_main_grads, tensor_group
+from tests.tensor_parallel.ranks import give_main_grads, placed, tensor_group
 
 SEQUENCE, BATCH, HIDDEN = 24, 2, 48
 WHOLE = SEQUENCE * BATCH * HIDDEN
@@ -38,14 +38,7 @@ def _collectives_of_layer(
 ) -> tuple[Log, Log]:
     """What one layer issues in its forward and in its backward."""
     config = tiny_config(*arguments).model
-    layer = TransformerLayer(
-        config,
-        layer=1,
-        group=tensor_group(rank, world_size),
-        sequence_parallel=sequence_parallel,
-        dtype=torch.float64,
-        device="cpu",
-    )
+    layer = TransformerLayer(config, layer=1, placement=placed(tensor_group(rank, world_size), sequence_parallel))
     name_parameters(layer)
     initialize_weights(layer, seed=1)
     give_main_grads(list(layer.parameters()), torch.float64)

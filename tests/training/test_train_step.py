@@ -25,6 +25,7 @@ from megatron.training.train_step import train_step
 from tests.helpers.distributed import run_distributed
 from tests.helpers.numerics import PARITY_FP64, assert_bitwise, assert_parity
 from tests.helpers.tiny import tiny_config
+from tests.tensor_parallel.ranks import placed
 from tests.training.runs import build, counting_corpus, rows_on_ranks, trained
 
 
@@ -79,10 +80,7 @@ def plain_gradients(run: Run, divisors: Sequence[float]) -> dict[str, Tensor]:
         stage=StageLayout(stage=0, chunk=0, layers=range(config.model.num_layers), has_embedding=True, has_output=True),
         vocab_size=vocabulary.size,
         padded_vocab_size=vocabulary.padded_size,
-        tensor_group=CommGroup.single("tensor"),
-        sequence_parallel=False,
-        dtype=torch.float64,
-        device=torch.device("cpu"),
+        placement=placed(CommGroup.single("tensor")),
     )
     name_parameters(model)
     initialize_weights(model, config.training.seed)

@@ -1,7 +1,6 @@
 """Linear layers and the embedding, split over a tensor-parallel group. Shoeybi et al. 2019, section 3.
 
-Parameters are made with `torch.empty` and a `Shard` that says which part of which global tensor they are;
-`initialize_weights` gives them their values. With a group of one rank each layer is the plain dense layer.
+Over a group of one rank each layer is the plain dense layer.
 """
 
 from __future__ import annotations
@@ -15,19 +14,14 @@ from torch.autograd.function import once_differentiable
 
 from megatron.config.problems import UserError
 from megatron.core.comm_group import CommGroup
-from megatron.core.shard import Init, Piece, Shard, even_pieces, set_shard, whole_pieces
+from megatron.core.shard import Init, Piece, even_pieces
 from megatron.core.tensor_parallel.async_linear import main_grad_if_any, parallel_linear
 from megatron.core.tensor_parallel.mappings import (
     apply_eagerly,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-
-
-def _parameter(*shape: int, dtype: torch.dtype, device: torch.device | str | None, shard: Shard) -> nn.Parameter:
-    parameter = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
-    set_shard(parameter, shard)
-    return parameter
+from megatron.core.tensor_parallel.placement import Placement
 
 
 def _check_divisible(what: str, value: int, group: CommGroup) -> None:
@@ -39,6 +33,25 @@ def _check_divisible(what: str, value: int, group: CommGroup) -> None:
         )
 
 
+def _sum_over_ranks(partial: Tensor, placement: Placement) -> Tensor:
+    """[s, b, ..] -> the same shape, or [s/t, b, ..] under sequence parallelism: leave the tensor-parallel region."""
+    if placement.sequence_parallel:
+        return reduce_scatter_to_sequence_parallel_region(partial, placement.group)
+    return reduce_from_tensor_parallel_region(partial, placement.group)
+
+
+def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, placement: Placement) -> Tensor:
+    """The product of `ColumnParallelLinear`, with a weight [out/t, in] from elsewhere: a tied embedding, say."""
+    return parallel_linear(
+        x,
+        weight,
+        bias,
+        group=placement.group,
+        sequence_parallel=placement.sequence_parallel,
+        input_gradient_reduce=not placement.sequence_parallel,
+    )
+
+
 class ColumnParallelLinear(nn.Module):
     """Y = X A + b with A split by its columns (the rows of `weight`, which is A transposed).
 
@@ -47,7 +60,6 @@ class ColumnParallelLinear(nn.Module):
 
     Args:
         in_features, out_features: size of the global A.
-        sequence_parallel: the input is [s/t, b, in] and is gathered.
         padded_out_features: rows in all; those from `out_features` on are padding that we add, in no piece.
         pieces: which rows this rank holds, when not an even part: grouped K/V heads, stacked gate and up.
     """
@@ -57,18 +69,15 @@ class ColumnParallelLinear(nn.Module):
         in_features: int,
         out_features: int,
         *,
-        group: CommGroup,
+        placement: Placement,
         bias: bool,
-        sequence_parallel: bool,
         init: Init,
-        dtype: torch.dtype,
-        device: torch.device | str | None = None,
         padded_out_features: int | None = None,
         pieces: tuple[Piece, ...] | None = None,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.group, self.sequence_parallel = group, sequence_parallel
+        self.in_features, self.out_features, self.placement = in_features, out_features, placement
+        group = placement.group
         if pieces is None:
             padded = out_features if padded_out_features is None else padded_out_features
             _check_divisible("output size of a column-parallel layer", padded, group)
@@ -77,28 +86,18 @@ class ColumnParallelLinear(nn.Module):
         else:
             assert padded_out_features is None, "pieces say what is padding"
             self.local_out_features = sum(piece.length for piece in pieces)
-        self.weight = _parameter(
-            self.local_out_features,
-            in_features,
-            dtype=dtype,
-            device=device,
-            shard=Shard(global_shape=(out_features, in_features), dim=0, pieces=pieces, group=group, init=init),
+        self.weight = placement.split_parameter(
+            out_features, in_features, dim=0, pieces=pieces, local_length=self.local_out_features, init=init
         )
         self.bias: nn.Parameter | None = None
         if bias:
-            shard = Shard(global_shape=(out_features,), dim=0, pieces=pieces, group=group, init=Init.zeros())
-            self.bias = _parameter(self.local_out_features, dtype=dtype, device=device, shard=shard)
+            self.bias = placement.split_parameter(
+                out_features, dim=0, pieces=pieces, local_length=self.local_out_features, init=Init.zeros()
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in], or [s/t, b, in] with sequence parallelism -> [s, b, out/t]."""
-        return parallel_linear(
-            x,
-            self.weight,
-            self.bias,
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
-            input_gradient_reduce=not self.sequence_parallel,
-        )  # [s, b, out/t]
+        return column_parallel_linear(x, self.weight, self.bias, self.placement)
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, local_out={self.local_out_features}"
@@ -113,67 +112,43 @@ class RowParallelLinear(nn.Module):
 
     Args:
         in_features, out_features: size of the global A.
-        sequence_parallel: the sum is scattered along the sequence, so the bias sees only this rank's positions and its
-            gradient is a partial sum on each rank.
-        pieces: which rows of A this rank holds, when not an even part.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        group: CommGroup,
-        bias: bool,
-        sequence_parallel: bool,
-        init: Init,
-        dtype: torch.dtype,
-        device: torch.device | str | None = None,
-        pieces: tuple[Piece, ...] | None = None,
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, *, placement: Placement, bias: bool, init: Init) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.group, self.sequence_parallel = group, sequence_parallel
-        if pieces is None:
-            _check_divisible("input size of a row-parallel layer", in_features, group)
-            pieces = even_pieces(in_features, group)
-        self.local_in_features = sum(piece.length for piece in pieces)
-        self.weight = _parameter(
+        self.in_features, self.out_features, self.placement = in_features, out_features, placement
+        _check_divisible("input size of a row-parallel layer", in_features, placement.group)
+        self.local_in_features = in_features // placement.group.size
+        self.weight = placement.split_parameter(
             out_features,
-            self.local_in_features,
-            dtype=dtype,
-            device=device,
-            shard=Shard(global_shape=(out_features, in_features), dim=1, pieces=pieces, group=group, init=init),
+            in_features,
+            dim=1,
+            pieces=even_pieces(in_features, placement.group),
+            local_length=self.local_in_features,
+            init=init,
         )
         self.bias: nn.Parameter | None = None
         if bias:
-            shard = Shard(
-                global_shape=(out_features,),
-                dim=None,
-                pieces=whole_pieces(out_features, group),
-                group=group,
-                init=Init.zeros(),
-                partial_gradient=sequence_parallel and group.size > 1,
+            # Under sequence parallelism the bias sees only the positions of its rank.
+            self.bias = placement.whole_parameter(
+                out_features, init=Init.zeros(), partial_gradient=placement.sequence_parallel
             )
-            self.bias = _parameter(out_features, dtype=dtype, device=device, shard=shard)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in/t] -> [s, b, out], or [s/t, b, out] under sequence parallelism."""
+        group = self.placement.group
         # In a group of one the bias goes into the product; otherwise it must not be summed t times.
-        fused_bias = self.bias if self.group.size == 1 else None
+        fused_bias = self.bias if group.size == 1 else None
         output = parallel_linear(
             x,
             self.weight,
             fused_bias,
-            group=self.group,
+            group=group,
             sequence_parallel=False,
             input_gradient_reduce=False,
         )  # [s, b, out], a partial sum
-        if self.sequence_parallel:
-            output = reduce_scatter_to_sequence_parallel_region(output, self.group)  # [s/t, b, out]
-        else:
-            output = reduce_from_tensor_parallel_region(output, self.group)
-        return output if self.bias is None or self.group.size == 1 else output + self.bias
+        output = _sum_over_ranks(output, self.placement)  # [s/t or s, b, out]
+        return output if self.bias is None or group.size == 1 else output + self.bias
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, local_in={self.local_in_features}"
@@ -206,7 +181,6 @@ class VocabParallelEmbedding(nn.Module):
         vocab_size: rows of the model.
         padded_vocab_size: rows in all, divisible by the group's size; those from `vocab_size` on are in no
             piece.
-        sequence_parallel: the sum is scattered along the sequence.
     """
 
     def __init__(
@@ -215,49 +189,38 @@ class VocabParallelEmbedding(nn.Module):
         hidden_size: int,
         *,
         padded_vocab_size: int,
-        group: CommGroup,
-        sequence_parallel: bool,
+        placement: Placement,
         init: Init,
-        dtype: torch.dtype,
-        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        _check_divisible("padded vocabulary size", padded_vocab_size, group)
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.group, self.sequence_parallel = group, sequence_parallel
-        self.local_vocab_size = padded_vocab_size // group.size
-        self.weight = _parameter(
-            self.local_vocab_size,
+        _check_divisible("padded vocabulary size", padded_vocab_size, placement.group)
+        self.vocab_size, self.hidden_size, self.placement = vocab_size, hidden_size, placement
+        self.local_vocab_size = padded_vocab_size // placement.group.size
+        self.weight = placement.split_parameter(
+            vocab_size,
             hidden_size,
-            dtype=dtype,
-            device=device,
-            shard=Shard(
-                global_shape=(vocab_size, hidden_size),
-                dim=0,
-                pieces=even_pieces(vocab_size, group, padded=padded_vocab_size),
-                group=group,
-                init=init,
-            ),
+            dim=0,
+            pieces=even_pieces(vocab_size, placement.group, padded=padded_vocab_size),
+            local_length=self.local_vocab_size,
+            init=init,
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism."""
-        rows = tokens.t() - self.group.rank * self.local_vocab_size  # [s, b]
-        if self.group.size == 1:
+        group = self.placement.group
+        rows = tokens.t() - group.rank * self.local_vocab_size  # [s, b]
+        if group.size == 1:
             return self._lookup(rows)
         below, above = rows < 0, rows >= self.local_vocab_size
         # The ends of the vocabulary are not masked, so that a token outside of it is an IndexError on one rank.
-        if self.group.is_first:
+        if group.is_first:
             elsewhere = above
-        elif self.group.is_last:
+        elif group.is_last:
             elsewhere = below
         else:
             elsewhere = below | above
         embedded = self._lookup(rows.masked_fill(elsewhere, 0))  # [s, b, h]
-        embedded = embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(embedded, self.group)  # [s/t, b, h]
-        return reduce_from_tensor_parallel_region(embedded, self.group)
+        return _sum_over_ranks(embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.placement)
 
     def _lookup(self, rows: Tensor) -> Tensor:
         if main_grad_if_any(self.weight) is None or not self.weight.requires_grad:
@@ -266,25 +229,3 @@ class VocabParallelEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"vocab={self.vocab_size}, hidden={self.hidden_size}, local_vocab={self.local_vocab_size}"
-
-
-def vocab_parallel_logits(
-    hidden_states: Tensor, weight: Tensor, *, group: CommGroup, sequence_parallel: bool
-) -> Tensor:
-    """The output head with the (tied) embedding table as its weight: a column-parallel layer without bias.
-
-    Args:
-        hidden_states: [s, b, h], or [s/t, b, h] under sequence parallelism.
-        weight: [v/t, h], rows split as those of `VocabParallelEmbedding`.
-
-    Returns:
-        [s, b, v/t], columns of the padding included.
-    """
-    return parallel_linear(
-        hidden_states,
-        weight,
-        None,
-        group=group,
-        sequence_parallel=sequence_parallel,
-        input_gradient_reduce=not sequence_parallel,
-    )

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.comm_group import CommGroup
 from megatron.core.tensor_parallel.mappings import apply_eagerly
+from megatron.core.tensor_parallel.placement import Placement
 
 
 def _signed(value: int, bits: int) -> int:
@@ -217,11 +217,11 @@ class HiddenDropout(nn.Module):
     every rank of the group drops the same elements, as it must: the hidden states are the same on all of them.
     """
 
-    def __init__(self, p: float, *, layer: int, site: int, group: CommGroup, sequence_parallel: bool) -> None:
+    def __init__(self, p: float, *, layer: int, site: int, placement: Placement) -> None:
         super().__init__()
         _threshold(p)
         self.p, self.layer, self.site = p, layer, site
-        self.position_rank = group.rank if sequence_parallel else 0
+        self.position_rank = placement.group.rank if placement.sequence_parallel else 0
 
     def forward(self, hidden_states: Tensor, stream: DropoutStream | None) -> Tensor:
         starts = (self.position_rank * hidden_states.shape[0], 0, 0)
