@@ -37,7 +37,15 @@ class Sampling:
 
 
 def choose_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw one token id from logits [v]."""
+    """Draw one token id from logits [v].
+
+    Raises:
+        UserError: a logit is not finite.
+    """
+    if not torch.isfinite(logits).all():
+        raise UserError(
+            "the model's scores are not finite, as when weights hold NaN; --ckpt-step takes an earlier checkpoint"
+        )
     if sampling.temperature == 0:
         return int(logits.argmax())
     probabilities, order = torch.softmax(logits.double() / sampling.temperature, dim=-1).sort(descending=True)
