@@ -84,7 +84,7 @@ def main() -> None:
     if not part:
         raise UserError(f"--split {options.split} gives nothing of {len(dataset)} documents to --part {options.part}")
     num_tokens, entropy = bigram_entropy(read_chunks(dataset, part))
-    say(f"bigram entropy of the {num_tokens:,} {options.part} tokens: {entropy:.4f} nats per token")
+    say(f"bigram entropy of part {options.part} ({num_tokens:,} tokens): {entropy:.4f} nats per token")
     if options.log_json is not None:
         compare(options.log_json, entropy)
 
