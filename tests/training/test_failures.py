@@ -25,6 +25,15 @@ def test_a_damaged_corpus_is_said_without_a_traceback(tmp_path: Path, ranks: int
     assert not any("Traceback" in text for text in outcome.err)
 
 
+def test_a_tokenizer_file_of_an_interrupted_copy_is_said_without_a_traceback(tmp_path: Path) -> None:
+    model = tmp_path / "tokenizer.model"
+    model.touch()
+    outcome = pretrain_tiny(tmp_path, "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model))
+    assert outcome.codes == [2]
+    assert f"--tokenizer-model {model} is not a SentencePiece model (it is empty)" in outcome.err[0]
+    assert "Traceback" not in outcome.err[0]
+
+
 def context_with_store() -> MegatronContext:
     context = context_of_rank(tiny_config(), 0, 1)
     store = torch.distributed.HashStore()
