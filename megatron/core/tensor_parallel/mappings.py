@@ -8,6 +8,8 @@ layers of this package use some of them; the whole set is there for layers of us
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,16 +19,23 @@ from torch.autograd.function import once_differentiable
 from megatron.core.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from megatron.core.comm_group import CommGroup
 
-SEQUENCE_DIM = 0
-HIDDEN_DIM = -1
+Collective = Callable[[Tensor, CommGroup], Tensor]
 
 
-def _own_part(tensor: Tensor, group: CommGroup, dim: int) -> Tensor:
+def _same(x: Tensor, group: CommGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _own_part(x: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
     """This rank's part of `dim`, as a copy, so that the whole can be freed."""
-    length = tensor.shape[dim]
-    assert length % group.size == 0, f"dimension {dim} of {tuple(tensor.shape)} over {group.size} ranks"
+    length = x.shape[dim]
+    assert length % group.size == 0, f"dimension {dim} of {tuple(x.shape)} over {group.size} ranks"
     part = length // group.size
-    return tensor.narrow(dim, group.rank * part, part).clone(memory_format=torch.contiguous_format)
+    return x.narrow(dim, group.rank * part, part).clone(memory_format=torch.contiguous_format)
+
+
+_own_hidden = partial(_own_part, dim=-1)
+_all_hidden = partial(all_gather, dim=-1)
 
 
 def apply_eagerly(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -38,127 +47,48 @@ def apply_eagerly(function: type[torch.autograd.Function], *arguments: Any) -> T
     return output
 
 
-class _Copy(torch.autograd.Function):
-    """forward: identity; backward: all-reduce. The f of Shoeybi et al. 2019, section 3."""
+class _Region(torch.autograd.Function):
+    """forward: one collective; backward: its conjugate. Both map a tensor to a new one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: CommGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    """forward: all-reduce; backward: identity. The g of Shoeybi et al. 2019, section 3."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: CommGroup) -> Tensor:
-        return all_reduce(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Scatter(torch.autograd.Function):
-    """forward: keep this rank's part of `dim`; backward: all-gather. For an input that all ranks hold."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: CommGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _own_part(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(gradient, ctx.group, ctx.dim), None, None
-
-
-class _Gather(torch.autograd.Function):
-    """forward: all-gather `dim`; backward: keep this rank's part. For a consumer that all ranks repeat."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: CommGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _own_part(gradient, ctx.group, ctx.dim), None, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    """forward: all-gather the sequence; backward: reduce-scatter it. Korthikanti et al. 2022, section 4."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: CommGroup) -> Tensor:
-        ctx.group = group
-        return all_gather(x, group, SEQUENCE_DIM)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(gradient, ctx.group, SEQUENCE_DIM), None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    """forward: reduce-scatter the sequence; backward: all-gather it. Korthikanti et al. 2022, section 4."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: CommGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter(x, group, SEQUENCE_DIM)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradient, ctx.group, SEQUENCE_DIM), None
-
-
-class _AllToAll(torch.autograd.Function):
-    """forward: split one dimension, concatenate another; backward: the reverse. Jacobs et al. 2023."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: CommGroup, split_dim: int, concat_dim: int) -> Tensor:
-        ctx.group, ctx.split_dim, ctx.concat_dim = group, split_dim, concat_dim
-        return all_to_all(x, group, split_dim=split_dim, concat_dim=concat_dim)
+    def forward(ctx: Any, x: Tensor, group: CommGroup, forward: Collective, backward: Collective) -> Tensor:
+        ctx.group, ctx.conjugate = group, backward
+        return forward(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        split_dim, concat_dim = ctx.concat_dim, ctx.split_dim
-        return all_to_all(gradient, ctx.group, split_dim=split_dim, concat_dim=concat_dim), None, None, None
+        return ctx.conjugate(gradient, ctx.group), None, None, None
+
+
+def _cross(x: Tensor, group: CommGroup, *, forward: Collective, backward: Collective) -> Tensor:
+    """From one region into another; the gradient comes back by `backward`."""
+    return x if group.size == 1 else apply_eagerly(_Region, x, group, forward, backward)
 
 
 def copy_to_tensor_parallel_region(x: Tensor, group: CommGroup) -> Tensor:
-    """Enter a region in which each rank uses `x` with its own weights: the gradients are summed."""
-    return x if group.size == 1 else apply_eagerly(_Copy, x, group)
+    """Enter a region in which each rank uses `x` with its own weights: f of Shoeybi et al. 2019."""
+    return _cross(x, group, forward=_same, backward=all_reduce)
 
 
 def reduce_from_tensor_parallel_region(x: Tensor, group: CommGroup) -> Tensor:
-    """Leave the region: sum the partial results of the ranks."""
-    return x if group.size == 1 else apply_eagerly(_Reduce, x, group)
+    """Leave the region, summing the partial results of the ranks: g of Shoeybi et al. 2019."""
+    return _cross(x, group, forward=all_reduce, backward=_same)
 
 
 def scatter_to_tensor_parallel_region(x: Tensor, group: CommGroup) -> Tensor:
     """[.., h] -> [.., h/t]: this rank's part of a tensor that all ranks hold."""
-    return x if group.size == 1 else apply_eagerly(_Scatter, x, group, HIDDEN_DIM)
+    return _cross(x, group, forward=_own_hidden, backward=_all_hidden)
 
 
 def gather_from_tensor_parallel_region(x: Tensor, group: CommGroup) -> Tensor:
     """[.., h/t] -> [.., h] for what follows outside the region, the same on each rank."""
-    return x if group.size == 1 else apply_eagerly(_Gather, x, group, HIDDEN_DIM)
+    return _cross(x, group, forward=_all_hidden, backward=_own_hidden)
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, group: CommGroup) -> Tensor:
     """[s, ..] -> [s/t, ..]: this rank's positions of a tensor that all ranks hold."""
-    return x if group.size == 1 else apply_eagerly(_Scatter, x, group, SEQUENCE_DIM)
+    return _cross(x, group, forward=_own_part, backward=all_gather)
 
 
 def gather_from_sequence_parallel_region(
@@ -170,18 +100,22 @@ def gather_from_sequence_parallel_region(
         backward: "reduce_scatter" when the consumer is a tensor-parallel region, where the gradient on each rank is a
             partial sum; "scatter" when all ranks compute the same with the result, where each gradient is whole.
     """
-    if group.size == 1:
-        return x
-    if backward == "reduce_scatter":
-        return apply_eagerly(_GatherSequence, x, group)
-    return apply_eagerly(_Gather, x, group, SEQUENCE_DIM)
+    return _cross(x, group, forward=all_gather, backward=reduce_scatter if backward == "reduce_scatter" else _own_part)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: CommGroup) -> Tensor:
     """[s, ..] partial sums -> [s/t, ..]: leave a tensor-parallel region for the sequence-parallel one."""
-    return x if group.size == 1 else apply_eagerly(_ReduceScatterSequence, x, group)
+    return _cross(x, group, forward=reduce_scatter, backward=all_gather)
 
 
 def all_to_all_between_dims(x: Tensor, group: CommGroup, *, split_dim: int, concat_dim: int) -> Tensor:
-    """Split `split_dim` over the ranks instead of `concat_dim`, for example heads instead of the sequence."""
-    return x if group.size == 1 else apply_eagerly(_AllToAll, x, group, split_dim, concat_dim)
+    """Split `split_dim` over the ranks instead of `concat_dim`, for example heads instead of the sequence.
+
+    Jacobs et al. 2023.
+    """
+    return _cross(
+        x,
+        group,
+        forward=partial(all_to_all, split_dim=split_dim, concat_dim=concat_dim),
+        backward=partial(all_to_all, split_dim=concat_dim, concat_dim=split_dim),
+    )
