@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
+from megatron.config.help_text import CONFIG, PRINT_CONFIG, help_text, usage
 from megatron.config.megatron_config import MegatronConfig, Purpose, all_options, section_classes
 from megatron.config.megatron_flags import FUSION_FLAG, KnownFlag, known_flag, known_names
 from megatron.config.options import Option, read_words
@@ -19,22 +18,6 @@ from megatron.config.problems import ConfigError, Problem, nearest_name, unknown
 from megatron.config.yaml_file import Entry, dump_yaml, normal_key, read_yaml, value_words
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
-
-_LONGEST_METAVAR = 70
-_CONFIG, _PRINT_CONFIG = "--config", "--print-config"
-_DESCRIPTION = """\
-Trains a GPT model from its first weights or a checkpoint, on token files or made-up data, over any number of processes
-that torchrun or Slurm start. A run of one process, on any machine, without a file:
-
-  python %(prog)s --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 \\
-      --max-position-embeddings 64 --micro-batch-size 8 --lr 1e-3 --train-iters 50 --eval-iters 5 \\
-      --tokenizer-type ByteTokenizer --mock-data --log-interval 10
-
-Dashes and underscores are the same. Keys of a --config file are names of flags.
-A switch --NAME is undone by --no-NAME."""
-_ONE_OF_EACH = (
-    "and one of --train-iters N and --train-samples N, and one of --data-path, --train-data-path and --mock-data"
-)
 
 
 def parse_arguments(
@@ -70,7 +53,7 @@ def parse_arguments(
     words = list(sys.argv[1:] if argv is None else argv)
     extra = _extra_parser(extra_args_provider)
     if "-h" in words or "--help" in words:
-        say(_help(extra))
+        say(help_text(extra))
         raise SystemExit(0)
     reader = _Reader(extra_options=_extra_options(extra))
     reader.read_entries([Entry(key=k, value=v, section="", origin="program") for k, v in (defaults or {}).items()])
@@ -173,9 +156,9 @@ def _take_own_flags(groups: list[_Group]) -> tuple[list[_Group], list[str], bool
     """What is left without --config FILE and --print-config, the files, and whether to print."""
     rest, config_files, print_config = [], [], False
     for group in groups:
-        if _normal(group.name) == _CONFIG and len(group.words) == 1:
+        if _normal(group.name) == CONFIG and len(group.words) == 1:
             config_files.append(group.words[0])
-        elif _normal(group.name) == _PRINT_CONFIG and not group.words:
+        elif _normal(group.name) == PRINT_CONFIG and not group.words:
             print_config = True
         else:
             rest.append(group)
@@ -203,7 +186,7 @@ class _Reader:
     renamed: dict[str, str] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
     extra_words: list[str] = field(default_factory=list)
-    accepted: list[tuple[str, str]] = field(default_factory=list)
+    accepted: list[tuple[KnownFlag, str]] = field(default_factory=list)
 
     def read_flags(self, groups: Iterable[_Group]) -> None:
         """One source: values in it override those of weaker sources, and must not contradict each other."""
@@ -307,7 +290,7 @@ class _Reader:
     def _read_known(self, group: _Group, name: str, known: KnownFlag) -> None:
         if known.already_so(group.words):
             self.notes.append(" ".join([group.name, *group.words]))
-            self.accepted.append((name, " ".join(group.words)))
+            self.accepted.append((known, " ".join(group.words)))
             return
         reason, works = known.reason, known.instead
         if known.is_switch:
@@ -327,7 +310,7 @@ class _Reader:
         self.problems.append(Problem(flags=(flag,), value=words, rule=reason, works=works))
 
     def _refuse(self, flags: tuple[str, ...], rule: str, option: Option, value: str = "") -> None:
-        self.problems.append(Problem(flags=flags, value=value, rule=rule, works=_usage(option)))
+        self.problems.append(Problem(flags=flags, value=value, rule=rule, works=usage(option)))
         self.broken |= option.names
 
     def _refuse_choice(self, group: _Group, option: Option, value: Any) -> None:
@@ -364,7 +347,7 @@ class _Reader:
                 sections[option.section][option.field] = _stand_in(option)
                 if purpose != "layout" and option.name not in self.broken:
                     rule = f"must be given: {option.flag.help}"
-                    self.problems.append(Problem(flags=(option.name,), rule=rule, works=_usage(option)))
+                    self.problems.append(Problem(flags=(option.name,), rule=rule, works=usage(option)))
                 self.broken |= option.names
         built = {name: section(**sections[name]) for name, section in section_classes().items()}
         return MegatronConfig(**built)
@@ -383,7 +366,8 @@ class _Reader:
     def all_problems(self, config: MegatronConfig, *, purpose: Purpose, check_files: bool) -> list[Problem]:
         """Problems of reading, then those of the rules whose flags could all be read."""
         rules = config.problems(purpose=purpose, check_files=check_files)
-        rules += _unmet_conditions(config, self.accepted)
+        for known, words in self.accepted:
+            rules += known.unmet(words, config)
         return self.problems + without_flags(rules, self.broken)
 
     def start_lines(self, config: MegatronConfig, purpose: Purpose) -> Iterator[str]:
@@ -417,75 +401,12 @@ def _unknown(group: _Group, names: Sequence[str]) -> Problem:
     return unknown_flag(group.name, names, shown=group.shown)
 
 
-def _usage(option: Option) -> str:
-    if option.kind == "switch":
-        return f"{option.name} or {option.off_name}"
-    return f"{option.name} {_metavar(option)}"
-
-
 def _stand_in(option: Option) -> Any:
     """A value that lets the other rules be checked while this one is missing."""
     return {"number": 1, "fraction": 1.0, "text": (*option.choices, "")[0]}[option.kind]
 
 
-# ---- flags that are already so under a condition ----
-
-
-def _unmet_conditions(config: MegatronConfig, accepted: Iterable[tuple[str, str]]) -> Iterator[Problem]:
-    for name, words in accepted:
-        if name == "--use-flash-attn" or (name, words) == ("--attention-backend", "flash"):
-            yield from _flash_problems(config, f"{name} {words}".strip())
-        elif name == "--no-position-embedding" and config.model.position_embedding_type == "learned_absolute":
-            yield Problem(
-                flags=(name, "--position-embedding-type"),
-                rule="goes with rotary positions; without them it leaves no positions at all",
-                works="--position-embedding-type rope or none",
-            )
-        elif name == "--exit-on-missing-checkpoint" and config.checkpoint.load_if_exists:
-            yield Problem(
-                flags=(name, "--load-if-exists"),
-                rule="and --load-if-exists ask for opposite things",
-                works="one of the two",
-            )
-
-
-def _flash_problems(config: MegatronConfig, shown: str) -> Iterator[Problem]:
-    """What keeps torch's attention from a flash kernel."""
-    model, name = config.model, shown.split(" ")[0]
-    obstacles = {
-        "--attention-dropout": (
-            model.attention_dropout > 0 and not model.fast_attention_dropout,
-            f"--attention-dropout {model.attention_dropout} takes an explicit path, whose masks do not "
-            "depend on the layout",
-            "--attention-dropout 0, or --fast-attention-dropout",
-        ),
-        "--bf16": (
-            config.optimizer.precision not in ("bf16", "fp16"),
-            f"flash kernels compute in 16 bits, and the precision is {config.optimizer.precision}",
-            "--bf16",
-        ),
-        "--position-embedding-type": (
-            model.position_embedding_type == "alibi",
-            "flash kernels take no bias on the scores, which ALiBi is",
-            "--position-embedding-type rope",
-        ),
-        "--window-size": (
-            model.window_size not in (None, (-1, -1), (-1, 0)),
-            "torch's flash kernel has no window",
-            "another kernel, by leaving the flag out",
-        ),
-        "--reset-attention-mask": (
-            config.data.reset_attention_mask,
-            "torch's flash kernel takes no mask of documents",
-            "another kernel, by leaving the flag out",
-        ),
-    }
-    for flag, (stands, rule, works) in obstacles.items():
-        if stands:
-            yield Problem(flags=(shown, name, flag), rule=f"cannot be: {rule}", works=works)
-
-
-# ---- help, and a program's own arguments ----
+# ---- a program's own arguments ----
 
 
 class _Parser(argparse.ArgumentParser):
@@ -507,76 +428,3 @@ def _extra_options(parser: argparse.ArgumentParser) -> dict[str, str]:
     if taken:
         raise ValueError(f"extra_args_provider adds {', '.join(taken)}, which every program has: rename")
     return options
-
-
-def _metavar(option: Option) -> str:
-    if option.flag.metavar:
-        return option.flag.metavar
-    if option.choices:
-        return "{" + ",".join(option.choices) + "}"
-    return {"number": "N", "fraction": "X", "text": "TEXT"}.get(option.kind, "")
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """One line width for every terminal; the description keeps its lines."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=44, width=118)
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)  # names of flags stay whole
-
-
-def _help(extra: argparse.ArgumentParser) -> str:
-    """All flags in groups, the required ones first, each with its default."""
-    parser = argparse.ArgumentParser(
-        parents=[extra],
-        add_help=False,
-        allow_abbrev=False,
-        usage="%(prog)s [--config FILE] [--flag [value ...]] ...",
-        description=_DESCRIPTION,
-        formatter_class=_HelpFormatter,
-    )
-    needed = parser.add_argument_group("required", _ONE_OF_EACH)
-    files = parser.add_argument_group("configuration")
-    files.add_argument(_CONFIG, metavar="FILE", help="YAML file of flags; flags here override it.")
-    files.add_argument(
-        _PRINT_CONFIG,
-        action="store_true",
-        help="Print the whole configuration and exit; the rules of --world-size N hold, when it is given.",
-    )
-    files.add_argument("--help", "-h", action="store_true", help="Print this and exit.")
-    groups = {name: parser.add_argument_group(name) for name in section_classes()}
-    for option in all_options():
-        group, text = needed if option.required else groups[option.section], _help_text(option)
-        if option.kind == "switch":
-            group.add_argument(option.shown, action="store_true", help=text)
-        else:
-            metavar = _metavar(option)
-            if len(metavar) > _LONGEST_METAVAR:
-                metavar, text = "NAME", f"{text} One of {', '.join(option.choices)}."
-            group.add_argument(option.name, metavar=metavar, help=text)
-        for name, value in option.flag.constants.items():
-            group.add_argument(name, action="store_true", help=f"The same as {option.name} {value}.")
-    return parser.format_help()
-
-
-def _help_text(option: Option) -> str:
-    """What the flag does, its other names, its limits, and its default where the text does not say it."""
-    parts = [option.shown_help]
-    if option.flag.aliases:
-        parts.append(f"Also {', '.join(option.flag.aliases)}.")
-    notes = [option.limits] if option.limits else []
-    if option.kind != "switch" and not option.required and "when not given" not in option.shown_help:
-        notes.append(f"default: {_shown_default(option.default)}")
-    if notes:
-        parts.append(f"({'; '.join(notes)})")
-    return " ".join(parts).replace("%", "%%")
-
-
-def _shown_default(default: Any) -> str:
-    if default in (None, ()):
-        return "none"
-    if isinstance(default, float) and default >= 2**16 and math.log2(default).is_integer():
-        return f"2^{math.log2(default):.0f}"
-    return str(default)

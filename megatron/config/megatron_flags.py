@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatron.config.conditions import Condition, checkpoint_must_exist, flash_kernel_fits, positions_are_rotary
+from megatron.config.problems import Problem
+
+if TYPE_CHECKING:
+    from megatron.config.megatron_config import MegatronConfig
 
 # What this version does anyway: accepted, and said in one line at the start of a run.
 _ALREADY_SO: tuple[tuple[str, str], ...] = (
@@ -49,12 +56,6 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
         "checkpoints hold no state of random generators: masks and orders are functions of seed and position",
         "--no-save-rng --no-load-rng",
     ),
-    ("--load with nothing to load is an error", "--exit-on-missing-checkpoint"),
-    ("rotary positions come without learned ones", "--no-position-embedding"),
-    (
-        "attention runs in a flash kernel where the device has one",
-        "--use-flash-attn --attention-backend=flash",
-    ),
     ("a missing or unexpected tensor is always an error", "--dist-ckpt-strictness=raise_all"),
     ("one rank of each replica group writes", "--no-ckpt-fully-parallel-save"),
     (
@@ -71,6 +72,17 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
         "--checkpoint-num-layers=1 --main-grads-dtype=fp32 --main-params-dtype=fp32 --exp-avg-dtype=fp32 "
         "--exp-avg-sq-dtype=fp32 --glu-linear-offset=0|0.0 --rotary-scaling-factor=1|1.0 --rope-type=rope "
         "--cross-entropy-fusion-impl=native",
+    ),
+)
+
+# The same where the configuration must agree.
+_ALREADY_SO_IF: tuple[tuple[str, str, Condition], ...] = (
+    ("--load with nothing to load is an error", "--exit-on-missing-checkpoint", checkpoint_must_exist),
+    ("rotary positions come without learned ones", "--no-position-embedding", positions_are_rotary),
+    (
+        "attention runs in a flash kernel where the device has one",
+        "--use-flash-attn --attention-backend=flash",
+        flash_kernel_fits,
     ),
 )
 
@@ -549,7 +561,8 @@ class KnownFlag:
     """A Megatron-LM flag that is no option here.
 
     name: as in the table, maybe a family. values: those that are already so here, "" for the flag alone; None for any,
-    () for none. already, reason: why some values are so, and why others are refused.
+    () for none. already, reason: why some values are so, and why others are refused. conditions: for a value that is so
+    only where the configuration agrees, what must hold.
     """
 
     name: str
@@ -557,12 +570,18 @@ class KnownFlag:
     already: str = ""
     reason: str = ""
     instead: str = ""
+    conditions: Mapping[str, Condition] = field(default_factory=dict)
 
     def already_so(self, words: list[str]) -> bool:
         """Whether the flag with these words asks for nothing but what is so."""
         if not self.already:
             return False
         return self.values is None or " ".join(words) in self.values
+
+    def unmet(self, words: str, config: MegatronConfig) -> Iterator[Problem]:
+        """What keeps a configuration from the value that is already so."""
+        if words in self.conditions:
+            yield from self.conditions[words](config, f"{self.name} {words}".strip())
 
     @property
     def is_switch(self) -> bool:
@@ -595,17 +614,20 @@ def _table() -> Mapping[str, KnownFlag]:
     for reason, instead, names in _REFUSED:
         for name in names.split():
             table[name] = KnownFlag(name=name, values=(), reason=reason, instead=instead)
-    for already, names in _ALREADY_SO:
+    always: list[tuple[str, str, Condition | None]] = [(already, names, None) for already, names in _ALREADY_SO]
+    for already, names, condition in (*always, *_ALREADY_SO_IF):
         for word in names.split():
             name, has_values, values = word.partition("=")
             accepted = None if values == "*" else tuple(values.split("|")) if has_values else ("",)
             before = table.get(name) or _refused_family(name)
+            conditions = dict.fromkeys(accepted or (), condition) if condition is not None else {}
             table[name] = KnownFlag(
                 name=name,
                 values=accepted if before is None or not before.already else _joined(before.values, accepted),
                 already=already,
                 reason=before.reason if before else "",
                 instead=before.instead if before else "",
+                conditions={**before.conditions, **conditions} if before else conditions,
             )
     return table
 

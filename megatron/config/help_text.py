@@ -1,0 +1,107 @@
+"""What --help prints: every option in its group, with its limits and its default."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import textwrap
+from typing import Any
+
+from megatron.config.megatron_config import all_options, section_classes
+from megatron.config.options import Option
+
+_LONGEST_METAVAR = 70
+CONFIG, PRINT_CONFIG = "--config", "--print-config"
+_DESCRIPTION = """\
+Trains a GPT model from its first weights or a checkpoint, on token files or made-up data, over any number of processes
+that torchrun or Slurm start. A run of one process, on any machine, without a file:
+
+  python %(prog)s --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 \\
+      --max-position-embeddings 64 --micro-batch-size 8 --lr 1e-3 --train-iters 50 --eval-iters 5 \\
+      --tokenizer-type ByteTokenizer --mock-data --log-interval 10
+
+Dashes and underscores are the same. Keys of a --config file are names of flags.
+A switch --NAME is undone by --no-NAME."""
+_ONE_OF_EACH = (
+    "and one of --train-iters N and --train-samples N, and one of --data-path, --train-data-path and --mock-data"
+)
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """One line width for every terminal; the description keeps its lines."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=44, width=118)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # names of flags stay whole
+
+
+def help_text(extra: argparse.ArgumentParser) -> str:
+    """All flags in groups, the required ones first, each with its default."""
+    parser = argparse.ArgumentParser(
+        parents=[extra],
+        add_help=False,
+        allow_abbrev=False,
+        usage="%(prog)s [--config FILE] [--flag [value ...]] ...",
+        description=_DESCRIPTION,
+        formatter_class=_HelpFormatter,
+    )
+    needed = parser.add_argument_group("required", _ONE_OF_EACH)
+    files = parser.add_argument_group("configuration")
+    files.add_argument(CONFIG, metavar="FILE", help="YAML file of flags; flags here override it.")
+    files.add_argument(
+        PRINT_CONFIG,
+        action="store_true",
+        help="Print the whole configuration and exit; the rules of --world-size N hold, when it is given.",
+    )
+    files.add_argument("--help", "-h", action="store_true", help="Print this and exit.")
+    groups = {name: parser.add_argument_group(name) for name in section_classes()}
+    for option in all_options():
+        group, text = needed if option.required else groups[option.section], _text(option)
+        if option.kind == "switch":
+            group.add_argument(option.shown, action="store_true", help=text)
+        else:
+            metavar = _metavar(option)
+            if len(metavar) > _LONGEST_METAVAR:
+                metavar, text = "NAME", f"{text} One of {', '.join(option.choices)}."
+            group.add_argument(option.name, metavar=metavar, help=text)
+        for name, value in option.flag.constants.items():
+            group.add_argument(name, action="store_true", help=f"The same as {option.name} {value}.")
+    return parser.format_help()
+
+
+def _text(option: Option) -> str:
+    """What the flag does, its other names, its limits, and its default where the text does not say it."""
+    parts = [option.shown_help]
+    if option.flag.aliases:
+        parts.append(f"Also {', '.join(option.flag.aliases)}.")
+    notes = [option.limits] if option.limits else []
+    if option.kind != "switch" and not option.required and "when not given" not in option.shown_help:
+        notes.append(f"default: {_shown_default(option.default)}")
+    if notes:
+        parts.append(f"({'; '.join(notes)})")
+    return " ".join(parts).replace("%", "%%")
+
+
+def _shown_default(default: Any) -> str:
+    if default in (None, ()):
+        return "none"
+    if isinstance(default, float) and default >= 2**16 and math.log2(default).is_integer():
+        return f"2^{math.log2(default):.0f}"
+    return str(default)
+
+
+def usage(option: Option) -> str:
+    """The flag and what follows it, as one writes it."""
+    if option.kind == "switch":
+        return f"{option.name} or {option.off_name}"
+    return f"{option.name} {_metavar(option)}"
+
+
+def _metavar(option: Option) -> str:
+    if option.flag.metavar:
+        return option.flag.metavar
+    if option.choices:
+        return "{" + ",".join(option.choices) + "}"
+    return {"number": "N", "fraction": "X", "text": "TEXT"}.get(option.kind, "")
