@@ -1,6 +1,8 @@
 """What every tool does with its command line: arguments, progress, and errors in one line."""
 
 import argparse
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -47,6 +49,9 @@ def run_tool(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         _refuse(str(error))
+    except BrokenPipeError:  # `| head` has seen enough; nothing more is to be written, nor when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         _refuse(": ".join(str(part) for part in (error.filename, error.strerror or error) if part))
     except KeyboardInterrupt:
