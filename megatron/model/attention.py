@@ -95,11 +95,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: TransformerConfig, *, layer: int, placement: Placement) -> None:
         super().__init__()
+        self.config = config
         self.layer = layer
-        self.head_dim = config.head_dim
-        self.rotary_interleaved = config.rotary_interleaved
-        self.dropout_probability = config.attention_dropout
-        self.fast_dropout = config.fast_attention_dropout
         self.heads = local_heads(config, placement.group)
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -136,13 +133,13 @@ class SelfAttention(nn.Module):
 
         Args:
             rotary: the table for the positions of the tokens; None without rotary positions.
-            mask: of `attention_mask`; None when every earlier position is allowed.
+            mask: of `attention_mask`, explicit where `drops_weights` holds.
             dropout: the masks of this micro-batch; None for no dropout.
         """
         query, key, value = self.project(hidden_states)
         if rotary is not None:
-            query = apply_rotary(query, rotary, interleaved=self.rotary_interleaved)
-            key = apply_rotary(key, rotary, interleaved=self.rotary_interleaved)
+            query = apply_rotary(query, rotary, interleaved=self.config.rotary_interleaved)
+            key = apply_rotary(key, rotary, interleaved=self.config.rotary_interleaved)
         context = self.attend(query, key, value, mask, dropout)
         output: Tensor = self.linear_proj(context)  # [s, b, a d/t] -> [s/t or s, b, h]
         return output
@@ -151,7 +148,8 @@ class SelfAttention(nn.Module):
         """Queries, keys, values, unrotated: [s/t or s, b, h] -> [s, b, a/t, d] and twice [s, b, g/t, d]."""
         mixed = self.linear_qkv(hidden_states)  # [s, b, (a + 2g) d/t]
         per_group = self.heads.queries // self.heads.groups
-        grouped = mixed.unflatten(-1, (self.heads.groups, per_group + 2, self.head_dim))  # [s, b, g/t, a/g + 2, d]
+        shape = (self.heads.groups, per_group + 2, self.config.head_dim)
+        grouped = mixed.unflatten(-1, shape)  # [s, b, g/t, a/g + 2, d]
         query, key, value = grouped.split((per_group, 1, 1), dim=3)
         query = query.flatten(2, 3)  # [s, b, a/t, d]
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/t, d] each
@@ -164,21 +162,26 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Each query's mean of the values: [s, b, a/t, d] and twice [s, b, g/t, d] -> [s, b, a d/t]."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, a/t or g/t, s, d]
-        if dropout is None or self.dropout_probability == 0.0 or self.fast_dropout:
-            probability = 0.0 if dropout is None else self.dropout_probability
-            context = fused_attention(query, key, value, mask, dropout_probability=probability)
-        else:
-            weights = attention_weights(query, key, mask)
+        if drops_weights(self.config, dropout):
+            assert mask is not None
             weights = attention_dropout(
-                weights,
-                self.dropout_probability,
+                attention_weights(query, key, mask),
+                self.config.attention_dropout,
                 dropout,
                 layer=self.layer,
                 site=ATTENTION_WEIGHTS,
                 head_offset=self.heads.first,
             )
             context = weighted_values(weights, value)
+        else:
+            probability = 0.0 if dropout is None else self.config.attention_dropout
+            context = fused_attention(query, key, value, mask, dropout_probability=probability)
         return context.permute(2, 0, 1, 3).flatten(2)  # [b, a/t, s, d] -> [s, b, a d/t]
+
+
+def drops_weights(config: TransformerConfig, dropout: DropoutStream | None) -> bool:
+    """Whether weights are dropped by their global index, for which each of them must be in memory."""
+    return dropout is not None and config.attention_dropout > 0.0 and not config.fast_attention_dropout
 
 
 def fused_attention(
@@ -204,15 +207,16 @@ def fused_attention(
     )
 
 
-def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """The softmax of the scores, [b, a/t, s, s], exactly 0 where not allowed. Shapes: `fused_attention`."""
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
+    """The softmax of the scores, [b, a/t, s, s], exactly 0 where not allowed. Shapes: `fused_attention`.
+
+    `mask` is an explicit one of `attention_mask`: a bias is added in float32 at least.
+    """
     batch, heads, length, dim = query.shape
     by_group = query.reshape(batch, key.shape[1], -1, dim)  # [b, g/t, a/g s, d]
     scores: Tensor = by_group @ (key * dim**-0.5).transpose(-1, -2)  # [b, g/t, a/g s, s]
     scores = scores.view(batch, heads, length, length)  # [b, a/t, s, s]
-    if mask is None:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()  # [s, s]
-    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    scores = torch.where(mask, scores, float("-inf")) if mask.dtype == torch.bool else scores + mask
     wide = torch.promote_types(query.dtype, torch.float32)
     return scores.softmax(dim=-1, dtype=wide).to(query.dtype)
 

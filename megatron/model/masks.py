@@ -14,6 +14,7 @@ def attention_mask(
     document_ids: Tensor | None,
     window: tuple[int, int] | None,
     slopes: tuple[float, ...] | None,
+    explicit: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor | None:
@@ -24,31 +25,35 @@ def attention_mask(
         window: (left, right): query i attends to keys i - left … i + right, and never beyond i; -1 is
             unbounded.
         slopes: ALiBi slopes of the local heads.
-        dtype: of the queries, for an additive mask.
+        explicit: for `attention_weights`, which needs a mask in any case and takes a bias that is wider than the
+            scores; the fused kernels know the causal one, and want the dtype of the queries.
+        dtype: of the queries.
 
     Returns:
-        None when every earlier position is allowed without bias; else what is allowed, boolean [1|b, 1, s,
-        s]; with slopes, what is added to the scores, [1|b, a/t, s, s], -inf where not allowed. A query may
-        always attend to itself.
+        What is allowed, boolean [1|b, 1, s, s]; with slopes, what is added to the scores, [1|b, a/t, s, s], -inf where
+        not allowed. A query may always attend to itself. None, unless `explicit`, when every earlier position is
+        allowed without bias.
     """
     bounded = window is not None and 0 <= window[0] < sequence_length - 1
-    if document_ids is None and slopes is None and not bounded:
+    if document_ids is None and slopes is None and not (bounded or explicit):
         return None
-    position = torch.arange(sequence_length, device=device)
-    distance = position[:, None] - position[None, :]  # [s, s], of a key behind its query
-    allowed = distance >= 0
+    # One byte for each pair of positions: a long sequence has no room for their distances.
+    allowed = torch.ones(sequence_length, sequence_length, dtype=torch.bool, device=device).tril_()  # [s, s]
     if bounded:
         assert window is not None
-        allowed = allowed & (distance <= window[0])
+        allowed.triu_(-window[0])
     allowed = allowed[None, None]  # [1, 1, s, s]
     if document_ids is not None:
         same_document = document_ids[:, None, :, None] == document_ids[:, None, None, :]  # [b, 1, s, s]
-        allowed = allowed & same_document
+        allowed = same_document.logical_and_(allowed)
     if slopes is None:
         return allowed
     wide = torch.promote_types(dtype, torch.float32)
-    bias = -torch.tensor(slopes, dtype=wide, device=device)[None, :, None, None] * distance  # [1, a/t, s, s]
-    return bias.masked_fill(~allowed, float("-inf")).to(dtype)  # [1|b, a/t, s, s]
+    position = torch.arange(sequence_length, dtype=wide, device=device)
+    ahead = position[None, :] - position[:, None]  # [s, s], of a key before its query: not positive where allowed
+    bias = torch.tensor(slopes, dtype=wide, device=device)[None, :, None, None] * ahead  # [1, a/t, s, s]
+    bias = bias.masked_fill(~allowed, float("-inf"))  # [1|b, a/t, s, s]
+    return bias if explicit else bias.to(dtype)
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:

@@ -129,6 +129,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def explicit_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    assert mask is not None
     return weighted_values(attention_weights(query, key, mask), value)
 
 
@@ -139,7 +140,8 @@ def attend(
     settings: dict[str, Any] = {"document_ids": None, "window": None, "slopes": None} | MASKS[kind]
     if settings["document_ids"] is not None:
         settings["document_ids"] = settings["document_ids"].to(device)
-    mask = attention_mask(sequence_length=SEQUENCE, dtype=dtype, device=device, **settings)
+    explicit = attention is explicit_attention
+    mask = attention_mask(sequence_length=SEQUENCE, explicit=explicit, dtype=dtype, device=device, **settings)
     generator = torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(BATCH, count, SEQUENCE, WIDTH, generator=generator, dtype=torch.float64).to(values)

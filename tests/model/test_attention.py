@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import Piece
@@ -29,8 +30,15 @@ def heads(batch_size: int, count: int, dtype: torch.dtype = torch.float64, seed:
 
 
 def mask(**changes: Any) -> Tensor | None:
-    settings: dict[str, Any] = {"document_ids": None, "window": None, "slopes": None, "dtype": torch.float64}
-    return attention_mask(sequence_length=SEQUENCE, device=torch.device("cpu"), **(settings | changes))
+    settings: dict[str, Any] = {"document_ids": None, "window": None, "slopes": None, "explicit": False}
+    common: dict[str, Any] = {"sequence_length": SEQUENCE, "dtype": torch.float64, "device": torch.device("cpu")}
+    return attention_mask(**(common | settings | changes))
+
+
+def explicit_mask(**changes: Any) -> Tensor:
+    chosen = mask(explicit=True, **changes)
+    assert chosen is not None
+    return chosen
 
 
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 9 + [2] * 8, [0] * 20 + [1] * 4])
@@ -81,9 +89,8 @@ def test_documents_in_one_sequence_are_as_if_each_were_alone(positions: str, win
 def test_fused_and_explicit_attention_agree(kind: str, groups: int) -> None:
     inputs = [heads(2, count, seed=seed).requires_grad_() for seed, count in enumerate((4, groups, groups))]
     query, key, value = inputs
-    chosen = mask(**MASKS[kind])
-    fused = fused_attention(query, key, value, chosen)
-    explicit = weighted_values(attention_weights(query, key, chosen), value)
+    fused = fused_attention(query, key, value, mask(**MASKS[kind]))
+    explicit = weighted_values(attention_weights(query, key, explicit_mask(**MASKS[kind])), value)
     assert_parity(fused, explicit, "output")
     weight = heads(2, 4, seed=9)
     gradients = [torch.autograd.grad((output * weight).sum(), inputs) for output in (fused, explicit)]
@@ -97,7 +104,7 @@ def test_a_masked_position_has_probability_zero_whatever_its_score(dtype: torch.
     key = torch.zeros(1, 1, SEQUENCE, 8, dtype=dtype)
     query[..., 0] = 1.0
     key[..., -1, 0] = 20000.0 * 8**0.5  # a score of 20,000 for the last key, 0 for the others
-    weights = attention_weights(query, key, None)
+    weights = attention_weights(query, key, explicit_mask())
     assert torch.all(weights.triu(1) == 0)
     value = torch.randn(1, 1, SEQUENCE, 8).to(dtype)
     poisoned = value.clone()
@@ -180,6 +187,47 @@ def test_alibi_against_its_definition() -> None:
             scores = scores + slope * (torch.arange(i + 1) - i)
             expected[:, head, i] = torch.einsum("bj,bjd->bd", scores.softmax(-1), value[:, head, : i + 1])
     assert_parity(fused_attention(query, key, value, mask(slopes=alibi_slopes(4))), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_alibi_is_added_to_the_scores_before_they_are_rounded(dtype: torch.dtype) -> None:
+    """With scores of zero the weights are the softmax of the bias, rounded once."""
+    slopes = alibi_slopes(12)
+    query = key = torch.zeros(1, 12, SEQUENCE, 8, dtype=dtype)
+    weights = attention_weights(query, key, explicit_mask(slopes=slopes, dtype=dtype))
+    exact = explicit_mask(slopes=slopes, dtype=torch.float32).softmax(-1)
+    assert_bitwise(weights, exact.to(dtype))
+
+
+class Recorded(TorchDispatchMode):
+    """The operations that run inside, by name, and all tensors that they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.outputs: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.names.append(func.overloadpacket.__name__)
+        self.outputs += [output] if isinstance(output, Tensor) else []
+        return output
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_window_takes_one_byte_for_each_pair_of_positions_and_no_more(explicit: bool) -> None:
+    with Recorded() as recorded:
+        mask(window=(5, 0), explicit=explicit)
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in recorded.outputs}
+    assert sum(sizes.values()) == SEQUENCE * SEQUENCE
+
+
+def test_layers_with_dropped_weights_share_one_mask() -> None:
+    model = build(tiny_config(num_layers=3, attention_dropout=0.5))
+    tokens, position_ids, labels = batch()
+    with Recorded() as recorded:
+        model(tokens, position_ids, labels=labels, dropout=stream(2))
+    assert [name for name in recorded.names if name.startswith("tril")] == ["tril_"]
 
 
 def test_a_window_that_reaches_over_the_sequence_needs_no_mask() -> None:
