@@ -331,8 +331,8 @@ def test_a_run_that_is_ended_leaves_nothing_that_looks_finished_or_stays(
     base = ["--input", source, "--output-prefix", tmp_path / "x", "--workers", workers, *BYTES]
     process = subprocess.Popen(
         command("preprocess_data", *base),
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     deadline = time.monotonic() + 60
@@ -340,7 +340,8 @@ def test_a_run_that_is_ended_leaves_nothing_that_looks_finished_or_stays(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(how)
-    assert process.wait() == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    process.communicate(timeout=60)  # until the workers have ended too, who hold its output
+    assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
     finished = {"x_text_document.bin", "x_text_document.idx", "x_text_document.bin.done.json"}
     assert finished.isdisjoint(names(tmp_path))
     if how == signal.SIGINT:
