@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.config.conditions import Condition, checkpoint_must_exist, flash_kernel_fits, positions_are_rotary
@@ -56,6 +56,12 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
         "checkpoints hold no state of random generators: masks and orders are functions of seed and position",
         "--no-save-rng --no-load-rng",
     ),
+    ("--load with nothing to load is an error", "--exit-on-missing-checkpoint"),
+    ("rotary positions come without learned ones", "--no-position-embedding"),
+    (
+        "attention runs in a flash kernel where the device has one",
+        "--use-flash-attn --attention-backend=flash",
+    ),
     ("a missing or unexpected tensor is always an error", "--dist-ckpt-strictness=raise_all"),
     ("one rank of each replica group writes", "--no-ckpt-fully-parallel-save"),
     (
@@ -75,16 +81,13 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
     ),
 )
 
-# The same where the configuration must agree.
-_ALREADY_SO_IF: tuple[tuple[str, str, Condition], ...] = (
-    ("--load with nothing to load is an error", "--exit-on-missing-checkpoint", checkpoint_must_exist),
-    ("rotary positions come without learned ones", "--no-position-embedding", positions_are_rotary),
-    (
-        "attention runs in a flash kernel where the device has one",
-        "--use-flash-attn --attention-backend=flash",
-        flash_kernel_fits,
-    ),
-)
+# What the configuration must agree with for these.
+_CONDITIONS: Mapping[str, Condition] = {
+    "--exit-on-missing-checkpoint": checkpoint_must_exist,
+    "--no-position-embedding": positions_are_rotary,
+    "--use-flash-attn": flash_kernel_fits,
+    "--attention-backend=flash": flash_kernel_fits,
+}
 
 _LATER = "is not available in this version"
 _LATER_ALL = "are not available in this version"
@@ -561,8 +564,7 @@ class KnownFlag:
     """A Megatron-LM flag that is no option here.
 
     name: as in the table, maybe a family. values: those that are already so here, "" for the flag alone; None for any,
-    () for none. already, reason: why some values are so, and why others are refused. conditions: for a value that is so
-    only where the configuration agrees, what must hold.
+    () for none. already, reason: why some values are so, and why others are refused.
     """
 
     name: str
@@ -570,7 +572,6 @@ class KnownFlag:
     already: str = ""
     reason: str = ""
     instead: str = ""
-    conditions: Mapping[str, Condition] = field(default_factory=dict)
 
     def already_so(self, words: list[str]) -> bool:
         """Whether the flag with these words asks for nothing but what is so."""
@@ -579,9 +580,10 @@ class KnownFlag:
         return self.values is None or " ".join(words) in self.values
 
     def unmet(self, words: str, config: MegatronConfig) -> Iterator[Problem]:
-        """What keeps a configuration from the value that is already so."""
-        if words in self.conditions:
-            yield from self.conditions[words](config, f"{self.name} {words}".strip())
+        """What keeps a configuration from a value that is already so."""
+        condition = _CONDITIONS.get("=".join([self.name, *words.split()]))
+        if condition is not None:
+            yield from condition(config, f"{self.name} {words}".strip())
 
     @property
     def is_switch(self) -> bool:
@@ -614,20 +616,17 @@ def _table() -> Mapping[str, KnownFlag]:
     for reason, instead, names in _REFUSED:
         for name in names.split():
             table[name] = KnownFlag(name=name, values=(), reason=reason, instead=instead)
-    always: list[tuple[str, str, Condition | None]] = [(already, names, None) for already, names in _ALREADY_SO]
-    for already, names, condition in (*always, *_ALREADY_SO_IF):
+    for already, names in _ALREADY_SO:
         for word in names.split():
             name, has_values, values = word.partition("=")
             accepted = None if values == "*" else tuple(values.split("|")) if has_values else ("",)
             before = table.get(name) or _refused_family(name)
-            conditions = dict.fromkeys(accepted or (), condition) if condition is not None else {}
             table[name] = KnownFlag(
                 name=name,
                 values=accepted if before is None or not before.already else _joined(before.values, accepted),
                 already=already,
                 reason=before.reason if before else "",
                 instead=before.instead if before else "",
-                conditions={**before.conditions, **conditions} if before else conditions,
             )
     return table
 
