@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -16,14 +15,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, ScalarEvent
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from megatron.checkpointing import CheckpointError, list_checkpoints
-from megatron.checkpointing.errors import agree
 from megatron.config.logging import LoggingConfig
 from megatron.config.problems import UserError
 from megatron.core.collectives import all_gather_object, all_reduce_
 from megatron.training.checkpoints import save_run
 from megatron.training.metrics import Interval, StepReport, json_number, log_line, perplexity
 from megatron.training.run import Run
+from megatron.training.save_folder import SaveFolder
 from megatron.training.timers import format_timers
 from megatron.training.train_step import evaluate
 
@@ -342,30 +340,13 @@ def _some(names: Sequence[str], separator: str = ", ") -> str:
 class Saving(Hook):
     """A checkpoint every `--save-interval` iterations, and when the run ends before or at its last one."""
 
-    def __init__(self, folder: Path, interval: int | None) -> None:
+    def __init__(self, folder: SaveFolder, interval: int | None) -> None:
         self._folder = folder
         self._interval = interval
         self._last: int | None = None
 
     def on_start(self, run: Run) -> None:
         self._last = run.progress.iteration  # what was just loaded, or nothing worth keeping, needs no saving
-        agree(run.state.world, f"preparing --save {self._folder}", lambda: self._check_folder(run))
-
-    def _check_folder(self, run: Run) -> None:
-        """Find out before the training, and not after it, that a checkpoint cannot be written or would replace another
-        run's."""
-        if run.state.rank != 0:
-            return
-        load = run.config.checkpoint.load
-        present = list_checkpoints(self._folder)
-        if present and (load is None or Path(load).resolve() != self._folder.resolve()):
-            raise CheckpointError(
-                f"there are checkpoints of another run, up to iteration {present[-1]}, which this one would replace; "
-                f"--load {self._folder} goes on from them, another --save folder keeps both"
-            )
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self._folder) as probe:
-            probe.write(b"a checkpoint can be written here")
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._interval is not None and report.iteration % self._interval == 0:
@@ -376,5 +357,8 @@ class Saving(Hook):
 
     def _save(self, run: Run) -> None:
         if self._last != run.progress.iteration:
-            save_run(run, self._folder)
+            save_run(run, self._folder.path)
             self._last = run.progress.iteration
+
+    def close(self) -> None:
+        self._folder.close()

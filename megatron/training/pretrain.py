@@ -29,6 +29,7 @@ from megatron.training.hooks import (
 from megatron.training.initialize import MegatronContext, initialize_megatron
 from megatron.training.microbatches import BatchSizeSchedule
 from megatron.training.run import ForwardStep, Run
+from megatron.training.save_folder import SaveFolder, claim_save_folder
 from megatron.training.setup import (
     ModelProvider,
     build_chunks,
@@ -92,6 +93,22 @@ def build_run(
     forward_step: ForwardStep,
 ) -> Run:
     """Everything that training needs, at the position of the checkpoint that `--load` names."""
+    save_folder = claim_save_folder(context.config, context.state)
+    try:
+        return _build_run(context, datasets_provider, model_provider, forward_step, save_folder)
+    except BaseException:
+        if save_folder is not None:
+            save_folder.close()
+        raise
+
+
+def _build_run(
+    context: MegatronContext,
+    datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+    save_folder: SaveFolder | None,
+) -> Run:
     config, state, device = context.config, context.state, context.device
     checkpoint = open_checkpoint(config, state)
     progress = progress_of(checkpoint, config)
@@ -144,7 +161,7 @@ def build_run(
         print(describe(context, layout, vocabulary, chunks[0].module, parameters), flush=True)
     if checkpoint is not None:
         load_run(run, checkpoint)
-    run.hooks = build_hooks(context)
+    run.hooks = build_hooks(context, save_folder)
     return run
 
 
@@ -155,12 +172,12 @@ def _schedule_on_load(context: MegatronContext) -> OnLoad:
     return "use_checkpoint" if checkpoint.use_checkpoint_opt_param_scheduler else "check"
 
 
-def build_hooks(context: MegatronContext) -> list[Hook]:
+def build_hooks(context: MegatronContext, save_folder: SaveFolder | None) -> list[Hook]:
     """The hooks that the configuration asks for, in the order in which they are called.
 
     Logs come first, so that what led to a stop is written; saving comes last, so that a stop is saved.
     """
-    training, logging, checkpoint = context.config.training, context.config.logging, context.config.checkpoint
+    training, logging = context.config.training, context.config.logging
     hooks: list[Hook] = [LogLine(logging), MemoryReport()]
     if logging.log_json is not None:
         hooks.append(JsonLog(Path(logging.log_json)))
@@ -178,8 +195,8 @@ def build_hooks(context: MegatronContext) -> list[Hook]:
             started=context.started,
         )
     )
-    if checkpoint.save is not None:
-        hooks.append(Saving(Path(checkpoint.save), checkpoint.save_interval))
+    if save_folder is not None:
+        hooks.append(Saving(save_folder, context.config.checkpoint.save_interval))
     return hooks
 
 

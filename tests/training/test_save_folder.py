@@ -1,12 +1,20 @@
-"""What `--save` is checked for before a training starts, and not after it."""
+"""What `--save` is checked for before a training starts, and not after it; and that one run holds it at a time."""
 
 from __future__ import annotations
 
+import errno
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron.checkpointing import CheckpointError, list_checkpoints
+from megatron.core.file_lock import try_lock
+from megatron.training import save_folder
+from megatron.training.save_folder import LOCK_FILE
+from tests.helpers.launch import launch_tiny, pretrain_tiny
 from tests.training.runs import trained
 
 
@@ -23,3 +31,83 @@ def test_checkpoints_of_another_run_are_not_replaced(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == (2, 4)
     trained("--save", str(tmp_path), "--load", str(tmp_path), "--train-iters", "5", "--override-opt_param-scheduler")
     assert list_checkpoints(tmp_path) == (2, 4, 5)
+
+
+RUN = ("--save", "saved", "--load", "saved", "--load-if-exists", "--save-interval", "2")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.01)
+
+
+def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    first = launch_tiny(tmp_path, *RUN, "--train-iters", "100000", ranks=2)
+    wait_until(lambda: bool(list_checkpoints(tmp_path / "saved")))
+    holder = (tmp_path / "saved" / LOCK_FILE).read_text()
+    second = pretrain_tiny(tmp_path, *RUN, "--train-iters", "100000", ranks=2)
+    alive = [process.is_alive() for process in first.processes]
+    first.kill()
+    assert alive == [True, True]
+    assert second.codes == [2, 2]
+    said = "".join(second.err)
+    assert f"another run saves in this folder: {holder}; end it, or give another --save folder" in said
+    assert holder.startswith(f"process {first.processes[0].pid} on ")
+    assert "Traceback" not in said
+
+
+def test_after_a_sigkill_the_next_run_goes_on_at_once(tmp_path: Path) -> None:
+    killed = launch_tiny(tmp_path, *RUN, "--train-iters", "100000")
+    wait_until(lambda: bool(list_checkpoints(tmp_path / "saved")))
+    killed.kill()
+    assert (tmp_path / "saved" / LOCK_FILE).exists(), "it had no moment to remove it"
+    last = list_checkpoints(tmp_path / "saved")[-1]
+    more = ("--train-iters", str(last + 2), "--override-opt_param-scheduler")
+    after = pretrain_tiny(tmp_path, *RUN, *more).check()
+    assert "held by" not in after.out[0]
+    assert list_checkpoints(tmp_path / "saved")[-1] == last + 2
+    assert not (tmp_path / "saved" / LOCK_FILE).exists()
+
+
+def test_a_run_that_fails_before_it_trains_leaves_the_folder_to_others(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        trained("--save", str(tmp_path / "saved"), "--load", str(tmp_path / "absent"))
+    trained("--save", str(tmp_path / "saved"))
+    assert not (tmp_path / "saved" / LOCK_FILE).exists()
+
+
+def test_a_run_that_only_evaluates_needs_no_folder_of_its_own(tmp_path: Path) -> None:
+    trained("--save", str(tmp_path))
+    lock = try_lock(tmp_path / LOCK_FILE)
+    assert lock is not None
+    trained("--save", str(tmp_path), "--load", str(tmp_path), "--skip-train", "--eval-iters", "1")
+    lock.release()
+
+
+def test_the_holder_on_another_node_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its node may just have died, of which the file server learns later."""
+    lock = try_lock(tmp_path / LOCK_FILE)
+    assert lock is not None
+    (tmp_path / LOCK_FILE).write_text("process 7 on another-node since then")
+    monkeypatch.setattr(save_folder, "_PATIENCE_ON_THIS_HOST", 0.0)
+    ended = threading.Timer(1.0, lock.release)
+    ended.start()
+    trained("--save", str(tmp_path))
+    ended.join()
+    assert "is held by process 7 on another-node since then: waiting up to 100 s" in capsys.readouterr().out
+
+
+def test_a_file_system_without_locks_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    trained("--save", str(tmp_path))
+    assert list_checkpoints(tmp_path) == (3,)
+    assert f"warning: --save {tmp_path} has no file locks" in capsys.readouterr().out

@@ -1,0 +1,100 @@
+"""The `--save` folder of a run: checked before the training and not after it, and held against other runs."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+from megatron.checkpointing import CheckpointError, list_checkpoints
+from megatron.checkpointing.errors import agree
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.megatron_config import MegatronConfig
+from megatron.core.file_lock import FileLock, NoLocksError, holder_of, try_lock
+from megatron.core.parallel_state import ParallelState
+
+LOCK_FILE = ".lock"
+# A killed process is gone when its memory is freed. That a whole node is gone, NFS learns when its lease has run out.
+_PATIENCE_ON_THIS_HOST, _PATIENCE_FOR_ANOTHER = 5.0, 100.0
+_POLL_SECONDS = 0.2
+
+
+class SaveFolder:
+    """The folder in which this run, and no other one, saves.
+
+    Attributes:
+        path: of the folder.
+    """
+
+    def __init__(self, path: Path, lock: FileLock | None) -> None:
+        self.path = path
+        self._lock = lock
+
+    def close(self) -> None:
+        """Leave the folder to others."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+def claim_save_folder(config: MegatronConfig, state: ParallelState) -> SaveFolder | None:
+    """The `--save` folder, held by rank 0 until it is closed or that process ends; None for a run that saves nothing.
+
+    To be claimed before the checkpoint is opened: the run that held the folder may just have saved its last one. A
+    collective.
+
+    Raises:
+        CheckpointError: on all ranks: another run holds the folder or has its checkpoints in it, or it cannot be
+            written.
+    """
+    if config.checkpoint.save is None or config.training.skip_train:
+        return None
+    path = Path(config.checkpoint.save)
+    patience = 30.0 * config.parallel.distributed_timeout_minutes  # the other ranks wait meanwhile
+    locks: list[FileLock | None] = []
+
+    def claim() -> None:
+        if state.rank == 0:
+            locks.append(_claim(path, config.checkpoint, patience))
+
+    agree(state.world, f"preparing --save {path}", claim)
+    return SaveFolder(path, locks[0] if locks else None)
+
+
+def _claim(path: Path, wanted: CheckpointConfig, patience: float) -> FileLock | None:
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path) as probe:
+        probe.write(b"a checkpoint can be written here")
+    try:
+        lock = _lock(path / LOCK_FILE, patience)
+    except NoLocksError as error:
+        print(f"warning: --save {path} has no file locks ({error}): do not start another run in it", flush=True)
+        lock = None
+    present = list_checkpoints(path)
+    if present and (wanted.load is None or Path(wanted.load).resolve() != path.resolve()):
+        if lock is not None:
+            lock.release()
+        raise CheckpointError(
+            f"there are checkpoints of another run, up to iteration {present[-1]}, which this one would replace; "
+            f"--load {path} goes on from them, another --save folder keeps both"
+        )
+    return lock
+
+
+def _lock(file: Path, patience: float) -> FileLock:
+    started = time.monotonic()
+    said = ""
+    while (lock := try_lock(file)) is None:
+        holder = holder_of(file)
+        here = f" on {socket.gethostname()} " in holder
+        limit = min(patience, _PATIENCE_ON_THIS_HOST if here else _PATIENCE_FOR_ANOTHER)
+        if time.monotonic() - started > limit:
+            raise CheckpointError(
+                f"another run saves in this folder: {holder}; end it, or give another --save folder. If its node is "
+                f"down, remove {file}"
+            )
+        if holder != said:
+            print(f"--save {file.parent} is held by {holder}: waiting up to {limit:.0f} s for its end", flush=True)
+            said = holder
+        time.sleep(_POLL_SECONDS)
+    return lock
