@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from megatron.config.options import flag, flag_name
@@ -55,6 +56,20 @@ class LoggingConfig:
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
+        if self.log_json is not None and Path(self.log_json).is_dir():
+            yield Problem(
+                flags=("--log-json",),
+                value=self.log_json,
+                rule="is a folder, a file is needed",
+                works=f"--log-json {Path(self.log_json) / 'log.json'}",
+            )
+        if self.tensorboard_dir is not None and Path(self.tensorboard_dir).is_file():
+            yield Problem(
+                flags=("--tensorboard-dir",),
+                value=self.tensorboard_dir,
+                rule="is a file, a folder is needed",
+                works=f"--tensorboard-dir {Path(self.tensorboard_dir).parent / 'tensorboard'}",
+            )
         if self.tensorboard_dir is None:
             for name in (
                 "log_timers_to_tensorboard",

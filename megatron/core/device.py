@@ -1,10 +1,11 @@
-"""Which device and communication backend a process uses."""
+"""Which device and communication backend a process uses, and how data get there."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from megatron.config.problems import UserError
 
@@ -49,3 +50,13 @@ def choose_device(backend: Backend, local_rank: int, *, gpu_per_task: bool = Fal
             f"task a GPU of its own (srun --gpus-per-task 1)"
         )
     return torch.device("cuda", local_rank)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy that the host does not wait for, ready for whatever is queued on the device after it.
+
+    Only page-locked memory can be copied behind the host's back. A tensor that is there already is returned itself.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

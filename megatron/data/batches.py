@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron.core.device import to_device
 from megatron.data.sample_dataset import TokenArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -53,16 +54,16 @@ class GPTBatch:
         """Tokens that each loss term is a sum over; float64, which counts beyond float32's 2**24 exactly."""
         return {"lm loss": self.loss_mask.sum(dtype=torch.float64)}
 
-    def to(self, device: torch.device | str) -> Self:
-        """The same batch on another device."""
+    def to(self, device: torch.device) -> Self:
+        """The same batch on another device; the host does not wait for the copy."""
         return replace(
             self,
-            tokens=self.tokens.to(device),
-            labels=self.labels.to(device),
-            loss_mask=self.loss_mask.to(device),
-            position_ids=self.position_ids.to(device),
-            document_ids=None if self.document_ids is None else self.document_ids.to(device),
-            sample_ids=self.sample_ids.to(device),
+            tokens=to_device(self.tokens, device),
+            labels=to_device(self.labels, device),
+            loss_mask=to_device(self.loss_mask, device),
+            position_ids=to_device(self.position_ids, device),
+            document_ids=None if self.document_ids is None else to_device(self.document_ids, device),
+            sample_ids=to_device(self.sample_ids, device),
         )
 
 

@@ -13,7 +13,7 @@ from megatron.data.samplers import CyclicOrder, SampleOrder, SequentialOrder
 from megatron.training.initialize import MegatronContext
 from megatron.training.microbatches import BatchSizeSchedule
 from megatron.training.progress import Progress
-from megatron.training.run import Batch, Loader, Loaders
+from megatron.training.run import Loader, Loaders, Microbatch
 from megatron.training.setup import Vocabulary
 
 
@@ -44,7 +44,7 @@ class Datasets:
     train: SampleDataset
     valid: SampleDataset | None
     test: SampleDataset | None
-    collate: Callable[[Sequence[Any], Sequence[int]], Batch]
+    collate: Callable[[Sequence[Any], Sequence[int]], Microbatch]
 
 
 DatasetsProvider = Callable[[MegatronContext, Vocabulary, SampleCounts], Datasets]

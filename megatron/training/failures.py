@@ -18,6 +18,10 @@ from megatron.training.initialize import MegatronContext
 _PATIENCE = 2.0
 
 
+class LauncherGone(Exception):
+    """What started the ranks and watched over them has ended, and they end too; raised on all of them."""
+
+
 @contextmanager
 def exit_on_user_error(context: MegatronContext) -> Iterator[None]:
     """End the program with exit code 2 and one message when the user can mend what went wrong.
@@ -32,6 +36,10 @@ def exit_on_user_error(context: MegatronContext) -> Iterator[None]:
         if _first_to_say(context, text):
             print(f"{Path(sys.argv[0]).name}: error: {text} (rank {context.state.rank})", file=sys.stderr, flush=True)
         sys.exit(2)
+    except LauncherGone as end:
+        if context.state.rank == 0:
+            print(end, file=sys.stderr, flush=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         if context.state.rank == 0:
             print("interrupted; the last checkpoint stays as it is", file=sys.stderr, flush=True)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
+from io import FileIO
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, ScalarEvent
@@ -19,33 +23,15 @@ from megatron.config.logging import LoggingConfig
 from megatron.config.problems import UserError
 from megatron.core.collectives import all_gather_object, all_reduce_
 from megatron.training.checkpoints import save_run
-from megatron.training.metrics import Interval, StepReport, json_number, log_line, perplexity
-from megatron.training.run import Run
+from megatron.training.failures import LauncherGone
+from megatron.training.metrics import Interval, StepReport, format_duration, json_number, log_line, perplexity
+from megatron.training.run import Hook, Loader, Run
 from megatron.training.save_folder import SaveFolder
 from megatron.training.timers import format_timers
 from megatron.training.train_step import evaluate
 
-
-class Hook:
-    """Called on each rank. A hook that communicates must do so on all ranks in the same iteration."""
-
-    def on_start(self, run: Run) -> None:
-        """Before the first iteration."""
-
-    def after_step(self, run: Run, report: StepReport) -> None:
-        """After each iteration."""
-
-    def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
-        """After an evaluation on "validation" or "test" data; the losses are known on ranks with the output."""
-
-    def after_timing(self, run: Run, milliseconds: Mapping[str, Sequence[float]]) -> None:
-        """After a table of timers: of each timer the mean of an iteration, on each rank."""
-
-    def on_end(self, run: Run) -> None:
-        """After the last iteration of this process: the run is complete, or it was asked to stop."""
-
-    def close(self) -> None:
-        """At the very end, also when an error ends the run: let go of files and signals."""
+# Seconds between two lines about an evaluation that goes on.
+_EVALUATION_LINE_EVERY = 30.0
 
 
 class LogLine(Hook):
@@ -55,6 +41,8 @@ class LogLine(Hook):
         self._config = config
         self._interval = Interval()
         self._seconds_per_sample = 0.0
+        self._evaluation_began = 0.0  # when its first iteration was over
+        self._evaluation_said = 0.0
 
     def after_step(self, run: Run, report: StepReport) -> None:
         self._interval.add(report)
@@ -83,6 +71,17 @@ class LogLine(Hook):
             for hook in run.hooks:
                 hook.after_timing(run, times)
         interval.clear()
+
+    def during_evaluation(self, run: Run, split: str, done: int, iterations: int) -> None:
+        now = time.monotonic()
+        if done == 1:
+            self._evaluation_began = self._evaluation_said = now
+        elif now - self._evaluation_said >= _EVALUATION_LINE_EVERY and done < iterations:
+            left = (now - self._evaluation_began) / (done - 1) * (iterations - done)
+            run.print(
+                f" evaluation on {split} data | iteration {done:8d}/{iterations:8d} | ETA: {format_duration(left)}"
+            )
+            self._evaluation_said = now
 
     def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
         title = f" {split} loss at iteration {run.progress.iteration} | "
@@ -114,18 +113,18 @@ class JsonLog(Hook):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
 
     def on_start(self, run: Run) -> None:
-        if not run.logs:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise UserError(
-                f"--log-json {self._path} can not be written ({error.strerror}); give a file in a folder that can"
-            ) from error
+        _open_together(run, f"--log-json {self._path}", self._open)
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a+b", buffering=0)
+        if self._file.tell() > 0:
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":  # a run that was killed, or a full disk, left a line without its end
+                self._file.write(b"\n")
 
     def after_step(self, run: Run, report: StepReport) -> None:
         self._write(report.as_json())
@@ -136,11 +135,37 @@ class JsonLog(Hook):
 
     def _write(self, row: Mapping[str, object]) -> None:
         if self._file is not None:
-            print(json.dumps(row), file=self._file, flush=True)
+            try:
+                self._file.write(json.dumps(row).encode() + b"\n")
+            except OSError as error:
+                self._file = None
+                _warn_without(f"--log-json {self._path}", error)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _open_together(run: Run, what: str, open_it: Callable[[], None]) -> None:
+    """Open a log on the rank that reports. Where it can not, all ranks say why, as none may wait for it.
+
+    Raises:
+        UserError: on all ranks.
+    """
+    problem = None
+    try:
+        if run.logs:
+            open_it()
+    except OSError as error:
+        problem = error.strerror or str(error)
+    for found in all_gather_object(problem, run.state.world):
+        if found is not None:
+            raise UserError(f"{what} can not be written ({found}); give a place that can")
+
+
+def _warn_without(what: str, error: Exception) -> None:
+    """A log is not worth a training: what fails after the start is said once, and the run goes on without it."""
+    print(f"warning: {what} can not be written any more ({error}); the run goes on without it", flush=True)
 
 
 _VS_SAMPLES = " vs samples"
@@ -152,65 +177,89 @@ class TensorBoard(Hook):
     def __init__(self, config: LoggingConfig) -> None:
         self._config = config
         self._writer: SummaryWriter | None = None
+        self._excepthook = threading.excepthook
 
     def on_start(self, run: Run) -> None:
-        if run.logs:
-            assert self._config.tensorboard_dir is not None
-            iteration, samples = run.progress.iteration, run.progress.consumed_train_samples
-            stale, kept = _points_before_resume(self._config.tensorboard_dir, iteration, samples)
-            self._writer = SummaryWriter(
-                self._config.tensorboard_dir,
-                max_queue=self._config.tensorboard_queue_size,
-                purge_step=iteration + 1 if stale else None,
-            )
-            for tag, point in kept if stale else ():
-                self._writer.add_scalar(tag, point.value, point.step, walltime=point.wall_time)
-            self._writer.add_text("config", f"```\n{run.config.to_json()}\n```", run.progress.iteration)
+        _open_together(run, f"--tensorboard-dir {self._config.tensorboard_dir}", lambda: self._open(run))
+
+    def _open(self, run: Run) -> None:
+        assert self._config.tensorboard_dir is not None
+        iteration, samples = run.progress.iteration, run.progress.consumed_train_samples
+        stale, kept = _points_before_resume(self._config.tensorboard_dir, iteration, samples)
+        self._writer = SummaryWriter(
+            self._config.tensorboard_dir,
+            max_queue=self._config.tensorboard_queue_size,
+            purge_step=iteration + 1 if stale else None,
+        )
+        threading.excepthook = self._silence_writer
+        for tag, point in kept if stale else ():
+            self._writer.add_scalar(tag, point.value, point.step, walltime=point.wall_time)
+        self._writer.add_text("config", f"```\n{run.config.to_json()}\n```", run.progress.iteration)
+
+    def _silence_writer(self, failure: threading.ExceptHookArgs) -> None:
+        """TensorBoard's thread hands its error to the next call, which says it: no traceback as well."""
+        if not type(failure.thread).__module__.startswith("tensorboard."):
+            self._excepthook(failure)
+
+    @contextmanager
+    def _writing(self) -> Iterator[SummaryWriter]:
+        """The writer, which is given up when it fails, whatever it fails of."""
+        assert self._writer is not None
+        try:
+            yield self._writer
+        except Exception as error:
+            self._writer = None
+            _warn_without(f"--tensorboard-dir {self._config.tensorboard_dir}", error)
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._writer is None or report.iteration % self._config.tensorboard_log_interval != 0:
             return
-        self._scalar("learning-rate", report.next_learning_rate, report.iteration, report.consumed_samples)
-        self._scalar("batch-size", report.global_batch_size, report.iteration, report.consumed_samples)
-        for name, loss in report.losses.items():
-            self._scalar(name, loss, report.iteration, report.consumed_samples)
-        self._scalar("grad-norm", report.grad_norm, report.iteration, report.consumed_samples)
+        values = {"learning-rate": report.next_learning_rate, "batch-size": report.global_batch_size, **report.losses}
+        values["grad-norm"] = report.grad_norm
         if self._config.log_loss_scale_to_tensorboard:
-            self._scalar("loss-scale", report.loss_scale, report.iteration, report.consumed_samples)
+            values["loss-scale"] = report.loss_scale
         if self._config.log_world_size_to_tensorboard:
-            self._scalar("world-size", run.state.world.size, report.iteration, report.consumed_samples)
+            values["world-size"] = run.state.world.size
         if report.num_zeros is not None:
-            self._scalar("num-zeros", report.num_zeros, report.iteration, report.consumed_samples)
+            values["num-zeros"] = report.num_zeros
         if report.params_norm is not None:
-            self._scalar("params-norm", report.params_norm, report.iteration, report.consumed_samples)
-        self._writer.add_scalar("iteration-time", report.seconds, report.iteration)
+            values["params-norm"] = report.params_norm
+        times = {"iteration-time": report.seconds}
         if self._config.log_throughput:
             speed = run.teraflops_per_second(report.global_batch_size, report.seconds)
             if speed is not None:
-                self._writer.add_scalar("throughput", speed, report.iteration)
+                times["throughput"] = speed
+        self._add(values, iteration=report.iteration, samples=report.consumed_samples)
+        self._add(times, iteration=report.iteration)
 
     def after_timing(self, run: Run, milliseconds: Mapping[str, Sequence[float]]) -> None:
-        if self._writer is not None and self._config.log_timers_to_tensorboard:
-            for name, values in milliseconds.items():
-                self._writer.add_scalar(f"{name}-time", max(values) / 1000.0, run.progress.iteration)
+        if self._config.log_timers_to_tensorboard:
+            seconds = {f"{name}-time": max(values) / 1000.0 for name, values in milliseconds.items()}
+            self._add(seconds, iteration=run.progress.iteration)
 
     def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
-        if self._writer is None or split != "validation":
+        if split != "validation":
             return
-        iteration, samples = run.progress.iteration, run.progress.consumed_train_samples
-        for name, loss in losses.items():
-            self._scalar(f"{name} validation", loss, iteration, samples)
-            if self._config.log_validation_ppl_to_tensorboard:
-                self._scalar(f"{name} validation ppl", perplexity(loss), iteration, samples)
+        values = {f"{name} validation": loss for name, loss in losses.items()}
+        if self._config.log_validation_ppl_to_tensorboard:
+            values |= {f"{name} validation ppl": perplexity(loss) for name, loss in losses.items()}
+        self._add(values, iteration=run.progress.iteration, samples=run.progress.consumed_train_samples)
 
-    def _scalar(self, tag: str, value: float, iteration: int, samples: int) -> None:
-        assert self._writer is not None
-        self._writer.add_scalar(tag, value, iteration)
-        self._writer.add_scalar(tag + _VS_SAMPLES, value, samples)
+    def _add(self, values: Mapping[str, float], *, iteration: int, samples: int | None = None) -> None:
+        """Points at an iteration, and with `samples` also against their number."""
+        if self._writer is None:
+            return
+        with self._writing() as writer:
+            for tag, value in values.items():
+                writer.add_scalar(tag, value, iteration)
+                if samples is not None:
+                    writer.add_scalar(tag + _VS_SAMPLES, value, samples)
 
     def close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with self._writing() as writer:
+                writer.close()
+        threading.excepthook = self._excepthook
 
 
 def _points_before_resume(folder: str, iteration: int, samples: int) -> tuple[bool, list[tuple[str, ScalarEvent]]]:
@@ -251,40 +300,50 @@ class Evaluation(Hook):
                 run.progress.consumed_valid_samples += self._iterations * run.batch_sizes.global_batch_size
 
     def on_end(self, run: Run) -> None:
-        if run.progress.iteration < run.train_iters and not run.config.training.skip_train:
+        complete = run.progress.iteration >= run.train_iters or run.config.training.skip_train
+        if not complete or run.stop_reason is not None:
             return
         if self._validated_at != run.progress.iteration:
             self._validate(run)
         if run.loaders.test is not None:
-            losses = evaluate(run, run.loaders.test, self._iterations, 0)
-            for hook in run.hooks:
-                hook.after_evaluation(run, "test", losses)
+            self._evaluate(run, run.loaders.test, "test", 0)
 
     def _validate(self, run: Run) -> None:
-        if run.loaders.valid is None:
-            return
-        losses = evaluate(run, run.loaders.valid, self._iterations, run.progress.consumed_valid_samples)
-        self._validated_at = run.progress.iteration
-        for hook in run.hooks:
-            hook.after_evaluation(run, "validation", losses)
+        if run.loaders.valid is not None:
+            self._evaluate(run, run.loaders.valid, "validation", run.progress.consumed_valid_samples)
+            self._validated_at = run.progress.iteration
+
+    def _evaluate(self, run: Run, loader: Loader, split: str, consumed: int) -> None:
+        losses = evaluate(run, loader, split, self._iterations, consumed)
+        if losses is not None:
+            for hook in run.hooks:
+                hook.after_evaluation(run, split, losses)
 
 
 class Exits(Hook):
-    """Ends the run at an iteration, after a time, or on a signal, on all ranks in the same iteration."""
+    """Ends the run at an iteration, after a time, on a signal or without its launcher, on all ranks together."""
 
     def __init__(
-        self, *, interval: int | None, minutes: float | None, signal_number: signal.Signals | None, started: float
+        self,
+        *,
+        interval: int | None,
+        minutes: float | None,
+        signal_number: signal.Signals | None,
+        started: float,
+        launcher: int | None,
     ) -> None:
         """
         Args:
             minutes: how long the program may run, counted from `started`, a reading of `time.monotonic`: whatever
                 limits the time of a job counts the start of the program too.
+            launcher: the process that must be alive; None where none has to be.
         """
         self._interval = interval
         self._minutes = minutes
         self._signal = signal_number
         self._received = False
         self._started = started
+        self._launcher = launcher
         self._previous: Any = None
 
     def on_start(self, run: Run) -> None:
@@ -295,18 +354,39 @@ class Exits(Hook):
         self._received = True
 
     def after_step(self, run: Run, report: StepReport) -> None:
-        if self._minutes is not None or self._signal is not None:
-            late = self._minutes is not None and (time.monotonic() - self._started) / 60.0 > self._minutes
-            # Ranks see clocks and signals at different moments: they agree, so that all leave together.
-            wish = torch.tensor([self._received, late], dtype=torch.int32, device=run.device)
-            all_reduce_(wish, run.state.world, "max")
-            received, late = wish.tolist()
-            if received and self._signal is not None:
-                run.stop(f"received {self._signal.name}")
-            if late:
-                run.stop(f"ran for --exit-duration-in-mins {self._minutes:g}")
-        if self._interval is not None and report.iteration % self._interval == 0:
+        self._heed(run)
+        # The last iteration ends the run anyway, and what belongs to its end is not to be left out.
+        if self._interval is not None and report.iteration % self._interval == 0 and report.iteration < run.train_iters:
             run.stop(f"reached --exit-interval {self._interval}")
+
+    def during_evaluation(self, run: Run, split: str, done: int, iterations: int) -> None:
+        self._heed(run)
+
+    def _heed(self, run: Run) -> None:
+        """Ranks see clocks, signals and the end of their launcher at different moments: they agree on them, so that
+        all leave together.
+
+        Raises:
+            LauncherGone: nobody watches over the ranks of a node. The run ends as if they had been killed with their
+                launcher, without a checkpoint: it may have been started again by now, and two runs must not write to
+                one folder.
+        """
+        if self._minutes is None and self._signal is None and self._launcher is None:
+            return
+        late = self._minutes is not None and (time.monotonic() - self._started) / 60.0 > self._minutes
+        alone = self._launcher is not None and os.getppid() != self._launcher
+        wishes = torch.tensor([self._received, late, alone], dtype=torch.int32, device=run.device)
+        all_reduce_(wishes, run.state.world, "max")
+        received, late, alone = wishes.tolist()
+        if alone:
+            raise LauncherGone(
+                f"stopped after iteration {run.progress.iteration}: torchrun, which had started the ranks, is gone; "
+                f"nothing was saved after the last checkpoint, as another run may write there by now"
+            )
+        if received and self._signal is not None:
+            run.stop(f"received {self._signal.name}")
+        if late:
+            run.stop(f"ran for --exit-duration-in-mins {self._minutes:g}")
 
     def close(self) -> None:
         if self._signal is not None and self._previous is not None:

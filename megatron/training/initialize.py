@@ -44,6 +44,7 @@ class MegatronContext:
         extra: the values of the user's own arguments.
         store: what all ranks can write to and read from; None in a world of one.
         started: when the program started, a reading of `time.monotonic`.
+        launcher: the process that started this one and watches over it; None where none does.
     """
 
     config: MegatronConfig
@@ -52,6 +53,7 @@ class MegatronContext:
     extra: argparse.Namespace
     store: Store | None = None
     started: float = field(default_factory=time.monotonic)
+    launcher: int | None = None
 
     @cached_property
     def rng_tracker(self) -> RngStateTracker:
@@ -73,6 +75,7 @@ class LaunchEnvironment:
         hosts_store: rank 0 must start the rendezvous store itself, as no `torchrun` agent did.
         slurm: `srun` has started this process, not `torchrun`.
         attempt: which restart this is, so that keys of an earlier attempt are not mistaken for ours.
+        watched: an agent of `torchrun` has started this process, and ends it when another one fails.
     """
 
     rank: int = 0
@@ -87,6 +90,7 @@ class LaunchEnvironment:
     attempt: str = "0"
     slurm: bool = False
     gpu_per_task: bool = False
+    watched: bool = False
 
 
 class LaunchError(UserError):
@@ -150,6 +154,7 @@ def read_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
         master_port=int(environment["MASTER_PORT"]),
         hosts_store=values["rank"] == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        watched="TORCHELASTIC_RUN_ID" in environment,
     )
     if not 0 <= launch.rank < launch.world_size:
         raise LaunchError(
@@ -213,7 +218,7 @@ def _or_exit(start: Callable[[], MegatronContext]) -> MegatronContext:
 def _initialize(
     argv_or_config: Sequence[str] | MegatronConfig, extra_args_provider: ExtraArgsProvider | None
 ) -> MegatronContext:
-    started = time.monotonic()
+    started, parent = time.monotonic(), os.getppid()
     launch = read_launch_environment(os.environ)
     extra = argparse.Namespace()
     if isinstance(argv_or_config, MegatronConfig):
@@ -269,7 +274,15 @@ def _initialize(
             print(state, flush=True)
         for warning in _node_warnings(state, config):
             print(f"warning: {warning}", flush=True)
-    return MegatronContext(config=config, state=state, device=device, extra=extra, store=store, started=started)
+    return MegatronContext(
+        config=config,
+        state=state,
+        device=device,
+        extra=extra,
+        store=store,
+        started=started,
+        launcher=parent if launch.watched else None,
+    )
 
 
 def _join_world(

@@ -18,7 +18,6 @@ from megatron.training.failures import exit_on_user_error
 from megatron.training.hooks import (
     Evaluation,
     Exits,
-    Hook,
     JsonLog,
     LogLine,
     MemoryReport,
@@ -28,7 +27,7 @@ from megatron.training.hooks import (
 )
 from megatron.training.initialize import MegatronContext, initialize_megatron
 from megatron.training.microbatches import BatchSizeSchedule
-from megatron.training.run import ForwardStep, Run
+from megatron.training.run import ForwardStep, Hook, Run
 from megatron.training.save_folder import SaveFolder, claim_save_folder
 from megatron.training.setup import (
     ModelProvider,
@@ -193,6 +192,7 @@ def build_hooks(context: MegatronContext, save_folder: SaveFolder | None) -> lis
             minutes=training.exit_duration_in_mins,
             signal_number=Signals[training.exit_signal] if training.exit_signal_handler else None,
             started=context.started,
+            launcher=context.launcher,
         )
     )
     if save_folder is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,12 +17,13 @@ from megatron.core.pipeline_parallel.schedule_plan import Plan
 from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.optimizer.optimizer import MegatronOptimizer
 from megatron.optimizer.param_scheduler import ParamScheduler
+from megatron.training.metrics import StepReport
 from megatron.training.microbatches import BatchSizeSchedule
 from megatron.training.progress import Progress
 from megatron.training.timers import Timers
 
 
-class Batch(Protocol):
+class Microbatch(Protocol):
     """One micro-batch, of any content. `GPTBatch` is one; a user's own needs these members only."""
 
     @property
@@ -32,14 +33,14 @@ class Batch(Protocol):
     def loss_counts(self) -> Mapping[str, Tensor]:
         """For each loss term the number of tokens (or sequences) that it is a mean over, in this micro-batch."""
 
-    def to(self, device: torch.device) -> Batch:
-        """The same on a device."""
+    def to(self, device: torch.device) -> Microbatch:
+        """The same on a device; a copy need not be complete on return, see `megatron.core.device.to_device`."""
 
 
 class Loader(Protocol):
     """The micro-batches of this data-parallel rank, as a function of the position in the data."""
 
-    def microbatches(self, consumed: int, num_microbatches: int) -> Sequence[Batch]:
+    def microbatches(self, consumed: int, num_microbatches: int) -> Sequence[Microbatch]:
         """Those of the step that begins after `consumed` samples of the whole run."""
 
     def close(self) -> None:
@@ -84,7 +85,7 @@ class Run:
     flops_per_sample: float | None
     timers: Timers
     progress: Progress
-    hooks: Iterable[Any] = field(default_factory=tuple)
+    hooks: Sequence[Hook] = ()
     stop_reason: str | None = None
 
     @property
@@ -111,3 +112,28 @@ class Run:
     def stop(self, reason: str) -> None:
         """Ask the loop to end after this iteration. Each rank must ask for it in the same iteration."""
         self.stop_reason = self.stop_reason or reason
+
+
+class Hook:
+    """Called on each rank. A hook that communicates must do so on all ranks in the same iteration."""
+
+    def on_start(self, run: Run) -> None:
+        """Before the first iteration."""
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        """After each iteration."""
+
+    def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
+        """After an evaluation on "validation" or "test" data; the losses are known on ranks with the output."""
+
+    def during_evaluation(self, run: Run, split: str, done: int, iterations: int) -> None:
+        """After each iteration of an evaluation, `done` of `iterations` being over."""
+
+    def after_timing(self, run: Run, milliseconds: Mapping[str, Sequence[float]]) -> None:
+        """After a table of timers: of each timer the mean of an iteration, on each rank."""
+
+    def on_end(self, run: Run) -> None:
+        """After the last iteration of this process: the run is complete, or it was asked to stop."""
+
+    def close(self) -> None:
+        """At the very end, also when an error ends the run: let go of files and signals."""

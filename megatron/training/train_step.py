@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import all_reduce, all_reduce_
 from megatron.core.comm_group import CommGroup
+from megatron.core.device import to_device
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads, non_finite_gradients
+from megatron.core.pipeline_parallel.executor import ChunkForward
 from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.training.metrics import StepReport
-from megatron.training.run import Batch, Loader, Run
+from megatron.training.run import Loader, Microbatch, Run
 
 
 def train_step(run: Run) -> StepReport:
@@ -26,35 +28,36 @@ def train_step(run: Run) -> StepReport:
     batch = run.batch_sizes.at(progress.consumed_train_samples)
 
     with run.timers("batch-generator"):
-        batches = run.loaders.train.microbatches(progress.consumed_train_samples, batch.num_microbatches)
-        microbatches = [each.to(run.device) for each in batches]
-        counts = global_counts(microbatches, state.data_context)
+        read = run.loaders.train.microbatches(progress.consumed_train_samples, batch.num_microbatches)
+        counts = global_counts(read, state.data_context, run.device)
+        divisors = _divisors(run, read, counts)
+        microbatches = [microbatch.to(run.device) for microbatch in read]
 
     learning_rate, weight_decay, loss_scale = scheduler.lr, scheduler.weight_decay, optimizer.loss_scale
+    for chunk in run.chunks:
+        chunk.zero_grad_buffer()
+    with run.timers("forward-backward"):
+        sums = run.executor.run(
+            run.plans(batch.num_microbatches, False),
+            microbatches,
+            _forward_step(run, training=True),
+            divisors=divisors,
+            loss_scale=loss_scale,
+            forward_only=False,
+            timed=partial(run.timers, level=2),
+        )
+    faults = non_finite_gradients(run.chunks) if run.looks_for_nan else []
+    with run.timers("grads-reduce"):
+        finalize_model_grads(run.chunks, tensor=state.tensor, embedding=state.embedding)
     losses: dict[str, float] = {}
-    update = optimizer.skip_step()
-    faults: list[str] = []
+    # Only now does the host look at a number, and wait for all that it has queued on a GPU.
     if all(float(count) > 0 for count in counts.values()):
         optimizer.set_schedule(learning_rate, weight_decay)
-        for chunk in run.chunks:
-            chunk.zero_grad_buffer()
-        with run.timers("forward-backward"):
-            sums = run.executor.run(
-                run.plans(batch.num_microbatches, False),
-                microbatches,
-                _forward_step(run, training=True),
-                divisors=_divisors(run, microbatches, counts),
-                loss_scale=loss_scale,
-                forward_only=False,
-                timed=partial(run.timers, level=2),
-            )
-        if run.looks_for_nan:
-            faults = non_finite_gradients(run.chunks)
-        with run.timers("grads-reduce"):
-            finalize_model_grads(run.chunks, tensor=state.tensor, embedding=state.embedding)
         with run.timers("optimizer"):
             update = optimizer.step()
-        losses = mean_losses(sums, counts, state.data_context)
+        losses = mean_losses(_total(sums), counts, state.data_context)
+    else:  # a batch without a single token of some term: its mean is not known, so nothing is learnt from it
+        update = optimizer.skip_step()
     if update.applied:
         scheduler.step(increment=batch.global_batch_size)
 
@@ -88,78 +91,101 @@ def _any_is_not_finite(losses: Mapping[str, float], run: Run) -> bool:
     return bool(flag)
 
 
-def _forward_step(run: Run, *, training: bool):  # type: ignore[no-untyped-def]
+def _forward_step(run: Run, *, training: bool) -> ChunkForward[Microbatch]:
     """The user's forward step with the dropout of this iteration, or with none for evaluation."""
     seed, iteration = run.config.training.seed, run.progress.iteration
     draws = training and run.config.model.fast_attention_dropout and run.config.model.attention_dropout > 0
 
-    def forward_step(batch: Batch, chunk: nn.Module, hidden_states: Tensor | None) -> Tensor | dict[str, Tensor]:
-        dropout = DropoutStream(seed=seed, iteration=iteration, sample_ids=batch.sample_ids) if training else None
+    def forward_step(
+        microbatch: Microbatch, chunk: nn.Module, hidden_states: Tensor | None
+    ) -> Tensor | Mapping[str, Tensor]:
+        dropout = DropoutStream(seed=seed, iteration=iteration, sample_ids=microbatch.sample_ids) if training else None
         if draws:  # torch's attention draws from its global generator, which so has the seed of this very forward
             number = [each.module for each in run.chunks].index(chunk)
-            place = (iteration, int(batch.sample_ids[0]), run.state.model.rank, number)
+            place = (iteration, int(microbatch.sample_ids[0]), run.state.model.rank, number)
             torch.manual_seed(int.from_bytes(hashlib.sha256(str((seed, *place)).encode()).digest()[:8]) >> 1)
-        return run.forward_step(batch, chunk, hidden_states, dropout)
+        return run.forward_step(microbatch, chunk, hidden_states, dropout)
 
     return forward_step
 
 
-def global_counts(microbatches: Sequence[Batch], data: CommGroup) -> dict[str, Tensor]:
+def global_counts(microbatches: Sequence[Microbatch], data: CommGroup, device: torch.device) -> dict[str, Tensor]:
     """The number of tokens (or sequences) of each loss term in the global batch: known before the first forward.
 
     Each loss of a micro-batch is divided by it before its backward, so gradients are means over the global batch
     whatever the number of micro-batches and data-parallel ranks, and nothing is divided later.
+
+    Returns:
+        By name, on `device`; one collective for all terms.
     """
-    counts = [batch.loss_counts() for batch in microbatches]
-    return {name: all_reduce(torch.stack([count[name].double() for count in counts]).sum(), data) for name in counts[0]}
+    return _sum_over(_total([microbatch.loss_counts() for microbatch in microbatches]), data, device)
 
 
-def _divisors(run: Run, microbatches: Sequence[Batch], counts: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+def _total(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Of each term the float64 sum over the parts that are not empty; empty where there are none."""
+    full = [part for part in parts if part]
+    return {name: torch.stack([part[name].double() for part in full]).sum() for name in (full[0] if full else ())}
+
+
+def _sum_over(terms: Mapping[str, Tensor], group: CommGroup, device: torch.device) -> dict[str, Tensor]:
+    """The terms summed over a group, all in one collective: by name, as the order of a user's dict may differ."""
+    if not terms:
+        return {}
+    names = sorted(terms)
+    return dict(zip(names, all_reduce(to_device(torch.stack([terms[name] for name in names]), device), group)))
+
+
+def _divisors(run: Run, microbatches: Sequence[Microbatch], counts: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
     """What the loss sums of each micro-batch are divided by: the global count of tokens.
 
     With `--no-calculate-per-token-loss`, Megatron-LM's mean of the means of micro-batches: then a token of a
-    micro-batch with few unmasked tokens weighs more. (A micro-batch without any counts as zero.)
+    micro-batch with few unmasked tokens weighs more. What has no token at all counts as zero.
     """
     if run.config.optimizer.calculate_per_token_loss:
-        return [counts] * len(microbatches)
+        return [{name: count.clamp(min=1.0) for name, count in counts.items()}] * len(microbatches)
     number = len(microbatches) * run.state.data_context.size
     return [
-        {name: count.double().clamp(min=1.0) * number for name, count in batch.loss_counts().items()}
-        for batch in microbatches
+        {name: count.double().clamp(min=1.0) * number for name, count in microbatch.loss_counts().items()}
+        for microbatch in microbatches
     ]
 
 
-def mean_losses(
-    sums: Sequence[Mapping[str, Tensor]], counts: Mapping[str, Tensor], data: CommGroup
-) -> dict[str, float]:
+def mean_losses(sums: Mapping[str, Tensor], counts: Mapping[str, Tensor], data: CommGroup) -> dict[str, float]:
     """Sum over the tokens of the global batch by their number; empty where the sums are not known."""
     if not sums:
         return {}
-    totals = {name: torch.stack([part[name].double() for part in sums]).sum() for name in sums[0]}
-    return {name: float(all_reduce(total, data) / counts[name]) for name, total in totals.items()}
+    device = next(iter(counts.values())).device
+    means = {name: total / counts[name] for name, total in _sum_over(sums, data, device).items()}
+    return dict(zip(means, torch.stack(list(means.values())).tolist()))
 
 
-def evaluate(run: Run, loader: Loader, iterations: int, consumed: int) -> dict[str, float]:
+def evaluate(run: Run, loader: Loader, split: str, iterations: int, consumed: int) -> dict[str, float] | None:
     """Losses over `iterations` global batches of a loader, from a position on, without dropout.
 
     Returns:
-        The mean of each loss over all the tokens; empty on ranks without the output.
+        The mean of each loss over all the tokens, empty on ranks without the output; None when the run was asked to
+        stop before the last iteration.
     """
     batch_size = run.batch_sizes.global_batch_size
     num_microbatches = batch_size // (run.batch_sizes.micro_batch_size * run.batch_sizes.data_parallel_size)
-    sums: list[dict[str, Tensor]] = []
-    totals: dict[str, Tensor] = {}
-    for index in range(iterations):
-        batches = loader.microbatches(consumed + index * batch_size, num_microbatches)
-        microbatches = [batch.to(run.device) for batch in batches]
-        for term, count in global_counts(microbatches, run.state.data_context).items():
-            totals[term] = totals.get(term, torch.zeros_like(count)) + count
-        sums += run.executor.run(
+    counts: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
+    for done in range(iterations):
+        if run.stop_reason is not None:
+            run.print(f"evaluation on {split} data given up after {done} of {iterations} iterations")
+            return None
+        read = loader.microbatches(consumed + done * batch_size, num_microbatches)
+        losses = run.executor.run(
             run.plans(num_microbatches, True),
-            microbatches,
+            [microbatch.to(run.device) for microbatch in read],
             _forward_step(run, training=False),
             divisors=None,
             loss_scale=1.0,
             forward_only=True,
         )
-    return mean_losses(sums, totals, run.state.data_context)
+        counts = _total([counts, *[microbatch.loss_counts() for microbatch in read]])
+        sums = _total([sums, *losses])
+        for hook in run.hooks:
+            hook.during_evaluation(run, split, done + 1, iterations)
+    data = run.state.data_context
+    return mean_losses(sums, _sum_over(counts, data, run.device), data)

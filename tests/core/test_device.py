@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.device import choose_device
+from megatron.core.device import choose_device, to_device
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,9 @@ def test_more_processes_than_gpus_are_refused_with_what_works(monkeypatch: pytes
 
 def test_gloo_computes_on_the_cpu() -> None:
     assert choose_device("gloo", 5) == torch.device("cpu")
+
+
+def test_a_tensor_that_is_on_its_device_is_not_copied() -> None:
+    tensor = torch.arange(3)
+    assert to_device(tensor, torch.device("cpu")) is tensor
+    assert to_device(tensor, torch.device("meta")).device.type == "meta"

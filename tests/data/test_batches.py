@@ -94,7 +94,7 @@ def test_the_options_agree_with_a_walk_along_the_ids(rows: list[list[int]]) -> N
 
 
 def test_a_batch_moves_as_a_whole() -> None:
-    batch = collate([5, 6, 0, 7], seq_length=3, eod=0, reset_attention_mask=True).to("meta")
+    batch = collate([5, 6, 0, 7], seq_length=3, eod=0, reset_attention_mask=True).to(torch.device("meta"))
     assert batch.document_ids is not None
     tensors = (
         batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.document_ids, batch.sample_ids,

@@ -11,10 +11,9 @@ import numpy as np
 
 from megatron.config.training import TrainingConfig
 from megatron.training.gpt import gpt_datasets, gpt_model
-from megatron.training.hooks import Hook
 from megatron.training.metrics import StepReport
 from megatron.training.pretrain import build_run, train
-from megatron.training.run import ForwardStep, Run
+from megatron.training.run import ForwardStep, Hook, Run
 from pretrain_gpt import forward_step as gpt_forward_step
 from tests.data.corpora import write_corpus
 from tests.helpers.tiny import context_of_rank, tiny_config

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from megatron.checkpointing import read_tracker
 from tests.helpers.launch import pretrain_tiny, rows_of
 from tests.helpers.numerics import PARITY_FP64
 from tests.helpers.tiny import TINY_GPT
@@ -97,6 +100,23 @@ def test_two_agents_train_over_two_nodes(tmp_path: Path) -> None:
     assert "tensor-parallel group(s) span nodes" not in first
     assert second.count("consumed samples:") == 3
     assert "consumed samples:" not in first
+
+
+def test_ranks_whose_torchrun_is_killed_end_and_save_nothing(tmp_path: Path) -> None:
+    arguments = [*TINY_GPT, "--tensor-model-parallel-size", "2", "--train-iters", "100000", "--save", "saved"]
+    agent = torchrun(
+        tmp_path, [*arguments, "--log-json", "log.json"], ROOT / "pretrain_gpt.py", *standalone(2)
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "log.json").exists() or len(rows_of(tmp_path / "log.json")) < 2:
+        assert time.monotonic() < deadline and agent.poll() is None, agent.communicate()[0]
+        time.sleep(0.1)
+    agent.kill()
+    text, _ = agent.communicate(timeout=60)  # until the ranks, which write to the same pipe, have ended too
+    assert agent.returncode == -signal.SIGKILL
+    assert text.count("torchrun, which had started the ranks, is gone") == 1
+    assert "Traceback" not in text
+    assert read_tracker(tmp_path / "saved") is None
 
 
 def test_a_users_own_script_with_own_data_model_loss_and_arguments(tmp_path: Path) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.checkpointing import read_tracker
+from megatron.training.failures import LauncherGone, exit_on_user_error
+from megatron.training.pretrain import train
+from megatron.training.run import Hook, Run
 from tests.helpers.launch import Launched, launch_tiny, rows_of
-from tests.training.runs import trained
+from tests.helpers.tiny import context_of_rank, tiny_config
+from tests.training.runs import build, trained
 
 
 def iterations_logged(folder: Path) -> int:
@@ -89,3 +94,86 @@ def test_exit_duration_counts_from_the_start_of_the_program(
 def test_a_run_within_its_duration_goes_on() -> None:
     run, _ = trained("--exit-duration-in-mins", "10")
     assert run.progress.iteration == 3
+
+
+# ---- during an evaluation ----
+
+
+class SignalDuringEvaluation(Hook):
+    """Sends this process a signal after some iterations of an evaluation."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def during_evaluation(self, run: Run, split: str, done: int, iterations: int) -> None:
+        if done == self.after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("interval, at", [(2, 2), (5, 3)], ids=["between-iterations", "at-the-end"])
+def test_a_signal_ends_an_evaluation_and_saves(
+    interval: int, at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--eval-iters", "5", "--eval-interval", str(interval), "--save", str(tmp_path), "--split", "80,10,10"]
+    run, recorder = build(*arguments, "--exit-signal-handler")
+    run.hooks = [SignalDuringEvaluation(2), *run.hooks]
+    train(run)
+    said = capsys.readouterr().out
+    assert "evaluation on validation data given up after 2 of 5 iterations" in said
+    assert f"stopped after iteration {at}: received SIGTERM" in said
+    assert read_tracker(tmp_path) == at
+    assert recorder.evaluations == []
+    # the samples count as read: the validations after a resume are those of a run that was never stopped
+    assert run.progress.consumed_valid_samples == (5 * 8 if at < 3 else 0)
+
+
+def test_an_exit_interval_that_meets_the_last_iteration_leaves_nothing_out() -> None:
+    run, recorder = trained("--exit-interval", "3", "--eval-iters", "1")
+    assert run.stop_reason is None
+    assert len(recorder.evaluations) == 1
+
+
+# ---- the launcher ----
+
+
+def test_without_its_launcher_a_run_ends_and_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, recorder = build("--save", str(tmp_path), "--train-iters", "9")
+    (exits,) = (hook for hook in run.hooks if type(hook).__name__ == "Exits")
+    exits._launcher = 4321  # type: ignore[attr-defined]
+    monkeypatch.setattr(os, "getppid", lambda: 4321 if len(recorder.steps) < 2 else 1)
+    with pytest.raises(LauncherGone, match="stopped after iteration 2: torchrun, which had started the ranks, is gone"):
+        train(run)
+    assert read_tracker(tmp_path) is None
+
+
+def test_a_run_that_nobody_watches_over_may_lose_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `nohup` and the end of a shell."""
+    parents = iter(range(10**6))
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    assert trained()[0].progress.iteration == 3
+
+
+def test_the_end_of_the_launcher_is_said_by_rank_0_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        config = tiny_config(world_size=1)
+        context = replace(context_of_rank(config, 0, 1), state=replace(context_of_rank(config, 0, 1).state, rank=rank))
+        with pytest.raises(SystemExit, match="1"), exit_on_user_error(context):
+            raise LauncherGone("torchrun is gone")
+    assert capsys.readouterr().err == "torchrun is gone\n"
+
+
+# ---- Ctrl-C ----
+
+
+def test_an_interrupt_is_said_in_one_line(tmp_path: Path) -> None:
+    arguments = ["--train-iters", "100000", "--log-json", "log.json", "--tensor-model-parallel-size", "2"]
+    run = launch_tiny(tmp_path, *arguments, ranks=2)
+    wait_for_iteration(run, tmp_path, 2)
+    for process in run.processes:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+    outcome = run.wait(30)
+    assert outcome.codes == [130, 130]
+    said = "".join(outcome.err)
+    assert said.count("interrupted; the last checkpoint stays as it is\n") == 1
+    assert "Traceback" not in said

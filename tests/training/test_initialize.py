@@ -71,6 +71,8 @@ def test_variables_of_torchrun() -> None:
     assert (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size) == (5, 16, 1, 4)
     assert (launch.master_addr, launch.master_port, launch.launched, launch.slurm) == ("node-a", 29500, True, False)
     assert not launch.hosts_store
+    assert not launch.watched
+    assert read_launch_environment({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}).watched
     assert launch.node == f"{socket.gethostname()}#1"
 
 
@@ -201,6 +203,22 @@ def test_a_wrong_argument_is_printed_by_rank_0_alone_and_ends_all_ranks_with_cod
     assert "--learning-rat" in outcome.err[0]
     assert "Traceback" not in outcome.err[0]
     assert outcome.err[1] == outcome.out[1] == ""
+
+
+@pytest.mark.parametrize("local_rank, waits", [("0", []), ("1", [initialize._PATIENCE])])
+def test_a_rank_that_says_nothing_lets_the_one_that_speaks_leave_first(
+    local_rank: str, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher ends all ranks when the first one leaves, which must not be before the reason is said."""
+    waited: list[float] = []
+    monkeypatch.setattr(initialize.time, "sleep", waited.append)
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *TINY_GPT, "--lr", "-1"])
+    for name, value in {**TORCHRUN, "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"):
+        initialize_megatron()
+    assert waited == waits
+    assert ("--lr -1" in capsys.readouterr().err) == (not waits)
 
 
 def test_a_world_that_the_layout_does_not_divide_is_refused(tmp_path: Path) -> None:

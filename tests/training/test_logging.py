@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import resource
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard.writer import SummaryWriter
 
+from megatron.config.problems import ConfigError
 from megatron.training.metrics import Interval, StepReport, format_duration, log_line
 from megatron.training.timers import format_timers
 from tests.helpers.distributed import run_distributed
-from tests.helpers.launch import pretrain_tiny, rows_of
+from tests.helpers.launch import launch, pretrain_gpt, pretrain_tiny, rows_of
+from tests.helpers.tiny import TINY_GPT, tiny_config
 from tests.training.runs import trained
 
 # As parsers of Megatron-LM's logs read it: fields in this order, anything may stand between them.
@@ -219,6 +223,83 @@ def test_the_configuration_is_text_in_tensorboard(tmp_path: Path) -> None:
     assert tag == "config/text_summary"
     (text,) = log.Tensors(tag)[0].tensor_proto.string_val
     assert run.config.to_json() in text.decode()
+
+
+# ---- logs that can not be written ----
+
+
+@pytest.mark.parametrize("flag", ["--log-json", "--tensorboard-dir"])
+def test_a_log_that_can_not_be_written_is_refused_by_all_ranks_in_one_line(flag: str, tmp_path: Path) -> None:
+    outcome = pretrain_tiny(tmp_path, flag, "/proc/no/log", "--tensor-model-parallel-size", "2", ranks=2)
+    assert outcome.codes == [2, 2]
+    said = "".join(outcome.err)
+    assert f"error: {flag} /proc/no/log can not be written (No such file or directory); give a place that can" in said
+    assert said.count("can not be written") == 1
+    assert "Traceback" not in said
+    assert "consumed samples" not in "".join(outcome.out)
+
+
+def test_a_folder_for_a_file_and_a_file_for_a_folder_are_refused_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--log-json .*: is a folder, a file is needed\n *Works: .*log\.json"):
+        tiny_config("--log-json", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"--tensorboard-dir .*file: is a file, a folder is needed\n *Works: "):
+        tiny_config("--tensorboard-dir", str(tmp_path / "file"))
+
+
+def test_a_run_goes_on_without_a_tensorboard_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[str] = []
+
+    def failing(writer: SummaryWriter, tag: str, *_: object, **__: object) -> None:
+        written.append(tag)
+        if len(written) > 3:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", failing)
+    run, _ = trained("--tensorboard-dir", str(tmp_path), "--eval-iters", "1", "--timing-log-level", "1")
+    assert run.progress.iteration == 3
+    assert len(written) == 4
+    assert capsys.readouterr().out.count("the run goes on without it") == 1
+
+
+def pretrain_with_small_files() -> None:
+    """No file of this process may have more than 16 kB, as on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, resource.RLIM_INFINITY))
+    pretrain_gpt()
+
+
+@pytest.mark.parametrize("flag", ["--log-json", "--tensorboard-dir"])
+def test_a_full_disk_under_a_log_does_not_end_a_run(flag: str, tmp_path: Path) -> None:
+    arguments = [*TINY_GPT, "--num-layers", "1", "--train-iters", "60", "--tensorboard-queue-size", "1"]
+    outcome = launch(pretrain_with_small_files, [*arguments, flag, "log"], ranks=1, folder=tmp_path).wait().check()
+    assert outcome.out[0].count(f"warning: {flag} log can not be written any more") == 1
+    assert "Traceback" not in outcome.err[0]
+
+
+def test_a_line_that_was_cut_off_costs_no_other_line(tmp_path: Path) -> None:
+    file = tmp_path / "log.json"
+    trained("--log-json", str(file), "--train-iters", "1")
+    file.write_text(file.read_text() + '{"iteration": 2, "cons')
+    trained("--log-json", str(file), "--train-iters", "2")
+    lines = file.read_text().splitlines()
+    assert [json.loads(lines[number])["iteration"] for number in (0, 2, 3)] == [1, 1, 2]
+
+
+# ---- long evaluations ----
+
+
+def test_a_long_evaluation_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter(range(0, 10_000, 10))
+    monkeypatch.setattr("megatron.training.hooks.time.monotonic", lambda: float(next(seconds)))
+    trained("--train-iters", "1", "--eval-iters", "10")
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(" evaluation on")] == [
+        " evaluation on validation data | iteration        4/      10 | ETA: 0:01:00",
+        " evaluation on validation data | iteration        7/      10 | ETA: 0:00:30",
+    ]
 
 
 # ---- timers ----

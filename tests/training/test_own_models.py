@@ -9,10 +9,9 @@ import pytest
 from torch import nn
 
 from megatron.config.arguments import parse_arguments
-from megatron.training.hooks import Hook
 from megatron.training.metrics import StepReport
 from megatron.training.pretrain import build_run, train
-from megatron.training.run import Run
+from megatron.training.run import Hook, Run
 from tests.helpers.tiny import context_of_rank
 from tests.training.pretrain_mine import MyModel, my_arguments, my_datasets, my_forward_step
 

@@ -6,14 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import log
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.pipeline_layout import StageLayout
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.grad_buffer import main_grad_of
+from megatron.core.parallel_state import build_parallel_state
+from megatron.core.rank_grid import RankGrid
 from megatron.core.shard import name_parameters, shard_of
 from megatron.data.batches import GPTBatch
 from megatron.model.gpt_model import GPTModel
@@ -21,7 +26,8 @@ from megatron.model.init import initialize_weights
 from megatron.training.pretrain import train
 from megatron.training.run import Loader, Loaders, Run
 from megatron.training.setup import build_vocabulary
-from megatron.training.train_step import train_step
+from megatron.training.train_step import global_counts, train_step
+from pretrain_gpt import forward_step
 from tests.helpers.distributed import run_distributed
 from tests.helpers.numerics import PARITY_FP64, assert_bitwise, assert_parity
 from tests.helpers.tiny import tiny_config
@@ -116,6 +122,64 @@ def test_the_logged_loss_is_the_mean_over_tokens_whatever_the_gradient_is() -> N
         trained("--fp64", "--train-iters", "1", *flags)[1].losses for flags in ((), ("--no-calculate-per-token-loss",))
     ]
     assert losses[0] == losses[1]
+
+
+# ---- what is asked of a device, and of other ranks ----
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the numbers that the host reads from tensors: on a GPU it waits for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+        self.number += function is torch.ops.aten._local_scalar_dense.default
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-calculate-per-token-loss",)], ids=["per-token", "micro-batch-means"])
+def test_the_host_waits_for_nothing_before_the_first_forward(flags: tuple[str, ...]) -> None:
+    reads, before_forwards = HostReads(), []
+
+    def watched(*arguments: Any) -> Tensor | dict[str, Tensor]:
+        before_forwards.append(reads.number)
+        return forward_step(*arguments)
+
+    run, _ = build(*flags, forward_step=watched)
+    with reads:
+        train_step(run)
+    assert before_forwards[0] == 0
+    assert reads.number > 0, "the numbers of a report are read, or this test counts nothing"
+
+
+class TwoTerms:
+    """A micro-batch whose loss terms stand in another order on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.sample_ids = torch.tensor([rank])
+
+    def loss_counts(self) -> dict[str, Tensor]:
+        counts = {"lm loss": torch.tensor(10 + self.rank), "auxiliary loss": torch.tensor(1)}
+        return counts if self.rank == 0 else dict(reversed(counts.items()))
+
+    def to(self, device: torch.device) -> TwoTerms:
+        return self
+
+
+def counts_of_two_terms(rank: int, world_size: int) -> tuple[dict[str, float], int]:
+    data = build_parallel_state(RankGrid(dp=world_size), rank=rank).data
+    original, collectives = dist.all_reduce, []
+    dist.all_reduce = lambda *arguments, **keywords: collectives.append(original(*arguments, **keywords))
+    counts = global_counts([TwoTerms(rank)] * 3, data, torch.device("cpu"))
+    return {name: float(count) for name, count in counts.items()}, len(collectives)
+
+
+def test_the_counts_of_all_terms_take_one_collective_whatever_their_order() -> None:
+    expected = {"auxiliary loss": 3.0 * 2, "lm loss": 3.0 * (10 + 11)}
+    assert run_distributed(counts_of_two_terms, 2) == [(expected, 1)] * 2
 
 
 # ---- steps that are skipped ----

@@ -23,7 +23,7 @@ BatchT = TypeVar("BatchT")
 # The name of a part of the work -> a context that times it
 Timed = Callable[[str], AbstractContextManager[object]]
 # (micro-batch, model chunk, hidden states from the chunk before it) -> hidden states, or sums of loss terms
-ForwardStep = Callable[[BatchT, Any, Tensor | None], Tensor | Mapping[str, Tensor]]
+ChunkForward = Callable[[BatchT, Any, Tensor | None], Tensor | Mapping[str, Tensor]]
 
 
 class PipelineExecutor:
@@ -64,7 +64,7 @@ class PipelineExecutor:
         self,
         plans: Plan,
         microbatches: Sequence[BatchT],
-        forward_step: ForwardStep[BatchT],
+        forward_step: ChunkForward[BatchT],
         *,
         divisors: Sequence[Mapping[str, Tensor]] | None,
         loss_scale: float | Tensor = 1.0,
@@ -137,7 +137,7 @@ class _Run(Generic[BatchT]):
     chunks: tuple[object, ...]
     layouts: tuple[StageLayout, ...]
     microbatches: Sequence[BatchT]
-    forward_step: ForwardStep[BatchT]
+    forward_step: ChunkForward[BatchT]
     divisors: Sequence[Mapping[str, Tensor]] | None
     loss_scale: float | Tensor
     forward_only: bool
