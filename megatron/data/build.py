@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import numpy as np
 from megatron.config.data import default_split, parse_split, source_problems
 from megatron.config.data import parse_blend as read_blend
 from megatron.config.problems import ConfigError, UserError
-from megatron.data.blended_dataset import BlockedDataset, blend_by_size, blend_by_weights, block_seed
+from megatron.data.blended_dataset import BlendedDataset, BlockedDataset, blend_by_size, blend_by_weights, block_seed
 from megatron.data.gpt_dataset import GPTDataset, build_gpt_index
 from megatron.data.index_cache import IndexCache, user_cache_folder
 from megatron.data.indexed_dataset import IndexedDataset
@@ -308,3 +308,17 @@ def _blocks(requested: Requested, seed: int, build: Callable[[int | None, int], 
     if requested is None or isinstance(requested, int):
         return build(requested, seed)
     return BlockedDataset([build(size, block_seed(seed, number)) for number, size in enumerate(requested)], requested)
+
+
+def token_sources(*splits: SampleDataset | None) -> tuple[TokenSource, ...]:
+    """What the splits of a run are cut from, each source once."""
+    found = {source.prefix: source for split in splits for source in _sources_of(split)}
+    return tuple(found.values())
+
+
+def _sources_of(dataset: SampleDataset | None) -> Iterator[TokenSource]:
+    if isinstance(dataset, GPTDataset):
+        yield dataset.source
+    elif isinstance(dataset, BlendedDataset | BlockedDataset):
+        for part in dataset.datasets if isinstance(dataset, BlendedDataset) else dataset.blocks:
+            yield from _sources_of(part)

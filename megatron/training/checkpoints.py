@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def save_run(run: Run, folder: Path) -> None:
         "config": config.to_dict(),
         "progress": run.progress.state_dict(),
         "scheduler": run.scheduler.state_dict(),
+        "data": [{"prefix": source.prefix, "fingerprint": source.fingerprint} for source in run.loaders.sources],
     }
     if config.checkpoint.save_optim:
         tensors += run.optimizer.named_state()
@@ -94,10 +96,31 @@ def progress_of(checkpoint: Checkpoint | None, config: MegatronConfig) -> Progre
     return Progress.from_state_dict(checkpoint.metadata["progress"])
 
 
+def _check_data(run: Run, checkpoint: Checkpoint) -> None:
+    """Refuse data that has been replaced: the position in it would mean other samples. A folder that moved is no
+    other data, so fingerprints are compared, and prefixes not."""
+    saved = [(str(entry["prefix"]), str(entry["fingerprint"])) for entry in checkpoint.metadata["data"]]
+    present = [(source.prefix, source.fingerprint) for source in run.loaders.sources]
+    nothing = ("nothing", "nothing")
+    lines = [
+        f"  {now[0] if now is not nothing else was[0]}: {was[1]} in the checkpoint, {now[1]} here"
+        for was, now in zip_longest(saved, present, fillvalue=nothing)
+        if was[1] != now[1]
+    ]
+    if lines:
+        raise CheckpointError(
+            f"{checkpoint.folder} can not be resumed with data that is not what it was trained with:\n"
+            + "\n".join(lines)
+            + "\nPut the data of the training back; --finetune takes only the weights and starts with this data anew"
+        )
+
+
 def load_run(run: Run, checkpoint: Checkpoint) -> None:
     """Fill the run's weights, and unless told otherwise its optimizer and schedule, from a checkpoint; a collective."""
     start = time.perf_counter()
     wanted = run.config.checkpoint
+    if not wanted.finetune:
+        _check_data(run, checkpoint)
     with_optimizer = wanted.load_optim and not wanted.finetune
     if with_optimizer and "optimizer" not in checkpoint.metadata:
         raise CheckpointError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.data.blended_dataset import extend_blocks
 from megatron.data.loader import MicrobatchLoader
-from megatron.data.sample_dataset import SampleDataset
+from megatron.data.sample_dataset import SampleDataset, TokenSource
 from megatron.data.samplers import CyclicOrder, SampleOrder, SequentialOrder
 from megatron.training.initialize import MegatronContext
 from megatron.training.microbatches import BatchSizeSchedule
@@ -39,12 +39,14 @@ class Datasets:
     Attributes:
         train, valid, test: anything with `len` and `[number]`; None where there is no data by choice.
         collate: (samples, their positions in the order of the run) -> a micro-batch.
+        sources: what the samples are cut from. A checkpoint keeps their fingerprints, and is not resumed with others.
     """
 
     train: SampleDataset
     valid: SampleDataset | None
     test: SampleDataset | None
     collate: Callable[[Sequence[Any], Sequence[int]], Microbatch]
+    sources: Sequence[TokenSource] = ()
 
 
 DatasetsProvider = Callable[[MegatronContext, Vocabulary, SampleCounts], Datasets]
@@ -110,4 +112,5 @@ def build_loaders(
         train=loader(datasets.train, train_order),
         valid=evaluation(datasets.valid, counts.valid, "validation"),
         test=evaluation(datasets.test, counts.test, "test"),
+        sources=datasets.sources,
     )

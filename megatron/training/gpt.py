@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.config.pipeline_layout import StageLayout
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.data.batches import GPTCollator
-from megatron.data.build import build_gpt_datasets
+from megatron.data.build import build_gpt_datasets, token_sources
 from megatron.model.gpt_model import GPTModel
 from megatron.training.data_loaders import Datasets, SampleCounts
 from megatron.training.initialize import MegatronContext
@@ -53,6 +53,7 @@ def gpt_datasets(context: MegatronContext, vocabulary: Vocabulary, counts: Sampl
         train=train,
         valid=valid,
         test=test,
+        sources=token_sources(train, valid, test),
         collate=GPTCollator(
             seq_length=data.seq_length,
             eod=tokenizer.eod,

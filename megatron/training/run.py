@@ -15,6 +15,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.schedule_plan import Plan
 from megatron.core.tensor_parallel.random import DropoutStream
+from megatron.data.sample_dataset import TokenSource
 from megatron.optimizer.optimizer import MegatronOptimizer
 from megatron.optimizer.param_scheduler import ParamScheduler
 from megatron.training.metrics import StepReport
@@ -49,11 +50,16 @@ class Loader(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Loaders:
-    """Of the three splits; None where there is no data or nothing asks for it."""
+    """Of the three splits; None where there is no data or nothing asks for it.
+
+    Attributes:
+        sources: what the samples are cut from.
+    """
 
     train: Loader
     valid: Loader | None
     test: Loader | None
+    sources: Sequence[TokenSource] = ()
 
     def close(self) -> None:
         for loader in (self.train, self.valid, self.test):

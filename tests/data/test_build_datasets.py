@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.blended_dataset import BlendedDataset, BlockedDataset, block_seed, extend_blocks
-from megatron.data.build import Blend, build_gpt_datasets, parse_blend
+from megatron.data.build import Blend, build_gpt_datasets, parse_blend, token_sources
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.indexed_dataset import IndexedDatasetError
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError
 from megatron.data.sample_dataset import SampleDataset
 from tests.data.corpora import numbered_corpus
 
@@ -319,3 +319,14 @@ def test_mock_data_fits_a_small_vocabulary(tmp_path: Path) -> None:
     train = build(tmp_path / "cache", mock_data=True, seq_length=4096, vocab_size=7, eod=6)[0]
     assert train is not None
     assert {int(token) for number in range(3) for token in train[number]} == set(range(1, 7))
+
+
+def test_the_sources_of_blends_and_blocks_are_named_once(tmp_path: Path) -> None:
+    prefixes = [str(numbered_corpus(tmp_path / name, [9] * size)) for name, size in (("a", 20), ("b", 30))]
+    blended = ["0.5", prefixes[0], "0.5", prefixes[1]]
+    splits = build(tmp_path, data_path=blended, num_samples=([8, 4], 4, 0), split="60,40,0")
+    sources = token_sources(*splits)
+    assert [source.prefix for source in sources] == prefixes
+    assert [source.fingerprint for source in sources] == [IndexedDataset(prefix).fingerprint for prefix in prefixes]
+    (alone,) = token_sources(*build(tmp_path, data_path=prefixes[:1], split="100,0,0"))
+    assert alone.prefix == prefixes[0]

@@ -17,6 +17,7 @@ from megatron.checkpointing import list_checkpoints, load_checkpoint, storage
 from megatron.checkpointing.index import DTYPE_NAMES
 from megatron.core.comm_group import CommGroup
 from megatron.training.pretrain import train
+from tests.data.corpora import numbered_corpus
 from tests.helpers.distributed import run_distributed
 from tests.helpers.launch import Launched, launch_tiny, pretrain_tiny, rows_of
 from tests.helpers.numerics import PARITY_FP32, PARITY_FP64, assert_bitwise
@@ -333,6 +334,34 @@ def test_another_model_or_other_data_is_refused_with_a_listing(tmp_path: Path) -
         assert line in outcome.err[0]
     assert "--load: None -> " in outcome.out[0]  # free to change, and told
     assert "--load: None" not in outcome.err[0]
+
+
+def corpus(folder: Path, lengths: list[int]) -> list[str]:
+    """Arguments for a corpus of documents of these lengths, in place of one that is there."""
+    prefix = numbered_corpus(folder / "corpus", lengths)
+    return ["--data-path", str(prefix), "--data-cache-path", str(folder / "cache"), "--vocab-size", "2000"]
+
+
+def test_data_that_was_replaced_under_its_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    arguments = ["--load", str(tmp_path / "saved"), "--train-iters", "4", "--lr-warmup-iters", "1"]
+    run, _ = trained(
+        *corpus(tmp_path / "data", [9] * 100), *arguments[2:], "--save", str(tmp_path / "saved"), "--exit-interval", "2"
+    )
+    replaced = corpus(tmp_path / "data", [9] * 50 + [8, 10] * 25)  # as many documents and tokens
+    outcome = pretrain_tiny(tmp_path, *replaced, *arguments, ranks=2)
+    assert outcome.codes == [2, 2]
+    (source,) = run.loaders.sources
+    said = "".join(outcome.err)
+    assert said.count(f"{tmp_path}/data/corpus: {source.fingerprint} in the checkpoint, ") == 1
+    assert "100 sequences, 900 tokens" in source.fingerprint
+    assert "Put the data of the training back; --finetune takes only the weights" in said
+    build(*replaced, *arguments, "--finetune")
+
+    (tmp_path / "moved").mkdir()
+    moved = corpus(tmp_path / "moved", [9] * 100)
+    again, _ = build(*moved, *arguments)
+    assert again.progress == run.progress
 
 
 def test_another_schedule_is_refused_until_it_is_said_which_one_counts(tmp_path: Path) -> None:
