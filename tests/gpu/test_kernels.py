@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.comm_group import CommGroup
+from megatron.core.device import to_device
 from megatron.core.kernels.adam import adamw_, adamw_reference_
 from megatron.core.tensor_parallel import cross_entropy, random
+from megatron.core.tensor_parallel.async_linear import parallel_linear
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.random import DropoutStream, dropout
 from megatron.model.attention import attention_weights, fused_attention, weighted_values
@@ -32,6 +34,23 @@ def assert_as_exact(actual: Tensor, plain: Tensor, exact: Tensor, name: str) -> 
         assert_parity(actual.cpu(), exact.to(actual.dtype), name)
     else:
         assert_within_reference_error(actual.cpu(), plain, exact, name)
+
+
+# ---- weight gradients ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weight_gradients_of_low_precision_are_summed_wide_within_a_micro_batch_too(dtype: torch.dtype) -> None:
+    """2049 has 12 bits: neither dtype has that number."""
+    weight = torch.nn.Parameter(torch.ones(8, 16, dtype=dtype, device=CUDA))
+    weight.main_grad = torch.zeros(8, 16, device=CUDA)  # type: ignore[attr-defined]
+    single = CommGroup.single("tensor")
+    for count in (1, 2):
+        x = torch.ones(2049, 1, 16, dtype=dtype, device=CUDA)
+        parallel_linear(
+            x, weight, None, group=single, sequence_parallel=False, input_gradient_reduce=True
+        ).sum().backward()
+        assert_bitwise(weight.main_grad.cpu(), torch.full((8, 16), 2049.0 * count))  # type: ignore[union-attr]
 
 
 # ---- AdamW ----
@@ -166,3 +185,9 @@ def test_attention_is_that_of_a_cpu(dtype: torch.dtype, kind: str, groups: int, 
     for index, name in enumerate(("output", "query", "key", "value")):
         worse = max((way[index] for way in plain), key=lambda other: float((other - exact[index]).abs().max()))
         assert_as_exact(mine[index], worse, exact[index], name)
+
+
+def test_a_copy_that_the_host_does_not_wait_for_is_whole_and_may_outlive_its_source() -> None:
+    copies = [to_device(torch.full((1000, 1000), number), CUDA) for number in range(20)]
+    for number, copy in enumerate(copies):
+        assert_bitwise(copy.cpu(), torch.full((1000, 1000), number), f"copy {number}")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import Piece
@@ -16,6 +15,7 @@ from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.model.attention import attention_weights, fused_attention, local_heads, weighted_values
 from megatron.model.masks import alibi_slopes, attention_mask
 from tests.helpers.numerics import assert_all_parity, assert_bitwise, assert_parity
+from tests.helpers.operations import RecordedOperations
 from tests.model.tiny import ARCHITECTURES, SEQUENCE, VOCAB, batch, build, jitter, tiny_config
 
 
@@ -199,24 +199,9 @@ def test_alibi_is_added_to_the_scores_before_they_are_rounded(dtype: torch.dtype
     assert_bitwise(weights, exact.to(dtype))
 
 
-class Recorded(TorchDispatchMode):
-    """The operations that run inside, by name, and all tensors that they return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.outputs: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        self.names.append(func.overloadpacket.__name__)
-        self.outputs += [output] if isinstance(output, Tensor) else []
-        return output
-
-
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_window_takes_one_byte_for_each_pair_of_positions_and_no_more(explicit: bool) -> None:
-    with Recorded() as recorded:
+    with RecordedOperations() as recorded:
         mask(window=(5, 0), explicit=explicit)
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in recorded.outputs}
     assert sum(sizes.values()) == SEQUENCE * SEQUENCE
@@ -225,9 +210,9 @@ def test_a_window_takes_one_byte_for_each_pair_of_positions_and_no_more(explicit
 def test_layers_with_dropped_weights_share_one_mask() -> None:
     model = build(tiny_config(num_layers=3, attention_dropout=0.5))
     tokens, position_ids, labels = batch()
-    with Recorded() as recorded:
+    with RecordedOperations() as recorded:
         model(tokens, position_ids, labels=labels, dropout=stream(2))
-    assert [name for name in recorded.names if name.startswith("tril")] == ["tril_"]
+    assert [name for name in recorded.names if name.startswith("aten::tril")] == ["aten::tril_"]
 
 
 def test_a_window_that_reaches_over_the_sequence_needs_no_mask() -> None:

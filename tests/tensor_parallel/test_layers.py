@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from tests.helpers.distributed import run_distributed
 from tests.helpers.numerics import assert_bitwise, assert_parity
+from tests.helpers.operations import RecordedOperations
 from tests.tensor_parallel.collective_log import kinds, recorded_collectives
 from tests.tensor_parallel.ranks import (
     drawn,
@@ -484,6 +485,19 @@ def test_low_precision_gradients_are_summed_in_the_precision_of_main_grad() -> N
         y.sum().backward()
     assert weight.grad is None
     assert_bitwise(weight.main_grad, torch.full((4, 8), 1.0 + 2.0**-12))  # type: ignore[attr-defined]
+
+
+def test_elsewhere_than_on_a_cpu_the_product_itself_is_wide() -> None:
+    """Without an accelerator, the shapes and dtypes of what torch runs there; tests/gpu has the numbers."""
+    weight = nn.Parameter(torch.ones(4, 8, dtype=torch.bfloat16, device="meta"))
+    weight.main_grad = torch.zeros(4, 8, device="meta")  # type: ignore[attr-defined]
+    x = torch.ones(3, 2, 8, dtype=torch.bfloat16, device="meta")
+    single = CommGroup.single("tensor")
+    with RecordedOperations() as recorded:
+        y = parallel_linear(x, weight, None, group=single, sequence_parallel=False, input_gradient_reduce=True)
+        y.sum().backward()
+    assert "aten::addmm.dtype_out" in recorded.names
+    assert weight.grad is None
 
 
 def test_embedding_adds_repeated_tokens_of_low_precision_in_main_grad() -> None:
