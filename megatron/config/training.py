@@ -80,7 +80,13 @@ class TrainingConfig:
             off_help="Train on when a loss or the gradient norm is not finite.",
         ),
     )
-    torch_compile: bool = field(default=False, metadata=flag("Compile each transformer layer."))
+    torch_compile: bool = field(
+        default=False,
+        metadata=flag(
+            "Compile each transformer layer: its norms, attention and activations. Linear layers and dropout run as "
+            "they are and break the graph."
+        ),
+    )
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
