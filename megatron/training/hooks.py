@@ -368,8 +368,8 @@ class Exits(Hook):
 
         Raises:
             LauncherGone: nobody watches over the ranks of a node. The run ends as if they had been killed with their
-                launcher, without a checkpoint: it may have been started again by now, and two runs must not write to
-                one folder.
+                launcher, without a checkpoint: whoever did that wants an end now, and may have started the run again
+                already, which must neither wait for this one nor write to a folder with it.
         """
         if self._minutes is None and self._signal is None and self._launcher is None:
             return
@@ -381,7 +381,7 @@ class Exits(Hook):
         if alone:
             raise LauncherGone(
                 f"stopped after iteration {run.progress.iteration}: torchrun, which had started the ranks, is gone; "
-                f"nothing was saved after the last checkpoint, as another run may write there by now"
+                f"what came after the last checkpoint was not saved, as the run may have been started again by now"
             )
         if received and self._signal is not None:
             run.stop(f"received {self._signal.name}")
