@@ -49,21 +49,32 @@ def try_lock(path: Path) -> FileLock | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, path):
-                os.ftruncate(descriptor, 0)
-                words = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}"
-                os.write(descriptor, words.encode())
-                os.fsync(descriptor)  # other nodes read it while it is open
-                return FileLock(path, descriptor)
         except BlockingIOError:
             os.close(descriptor)
             return None
         except OSError as error:
-            os.close(descriptor)
+            os.close(descriptor)  # and no more: another process may hold it
             if error.errno in _NO_LOCKS:
                 raise NoLocksError(*error.args) from error
             raise
-        os.close(descriptor)  # its holder has removed it since it was opened here: try the one that is there now
+        if not _is_at(descriptor, path):  # its holder has removed it since it was opened here: try the one of now
+            os.close(descriptor)
+            continue
+        lock = FileLock(path, descriptor)
+        try:
+            _sign(descriptor)
+        except OSError:
+            lock.release()
+            raise
+        return lock
+
+
+def _sign(descriptor: int) -> None:
+    """Write who holds the lock, for those on other nodes too."""
+    words = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}"
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, words.encode())
+    os.fsync(descriptor)
 
 
 def holder_of(path: Path) -> str:

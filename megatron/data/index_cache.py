@@ -1,32 +1,30 @@
 """Built indices on disk, shared by all processes that see the same file system.
 
-An entry is a set of `.npy` files and a manifest with their sizes and checksums, each written under a
+An entry is a set of `.npy` files and a manifest with their sizes, checksums and times, each written under a
 temporary name, synced and renamed, the manifest last: an entry is complete or it is not there, and one that
 was damaged later is built anew. Entries are named by all that they depend on, so two processes that write the
-same one write the same bytes.
+same one write the same arrays.
+
+Note [What is read at a start]
+All ranks map all indices, which may have gigabytes, so nobody reads them whole to see that they are the ones that were
+written: a file of the size and time that its manifest says is. Only one of another time, which was copied or changed,
+has its checksum taken.
 
 Note [Who builds an index]
 The first process on a file system builds; the others on it poll for the manifest. There is no collective:
 ranks on nodes with disks of their own each find no manifest and no lock, and build their own. The lock is
-only there to save work, as publishing is atomic and repeatable, so taking it from an owner that is merely
-slow does no harm. Its owner touches it while it lives; it counts as abandoned when its process is gone (same
-host) or when it has not been touched for `STALE_SECONDS` of the waiter's own clock (clocks of two hosts are
-never compared).
+only there to save work, as publishing is atomic and repeatable, so a file system whose locks end at the node,
+or that has none, costs time and nothing else. It ends with the process that holds it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
-import socket
-import threading
 import time
-import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +32,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config.problems import UserError
+from megatron.core.file_lock import NoLocksError, holder_of, try_lock
 from megatron.data.whole_file import whole_file
 
 logger = logging.getLogger(__name__)
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
-STALE_SECONDS = 60.0
-_TOUCH_SECONDS = 2.0
 _POLL_SECONDS = (0.02, 0.5)  # the first and the longest pause: thousands of ranks may poll one file system
 _REPORT_SECONDS = 5.0
 
@@ -107,106 +104,53 @@ def _build_once(folder: Path, name: str, description: str, build: Callable[[], A
         OSError: the folder can not be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / f"{name}.lock"
-    waiting = _Waiting(lock)
+    path = folder / f"{name}.lock"
+    waiting = _Waiting(path)
     while True:
-        if _take_lock(lock):
-            with _held(lock):
-                found = _load(folder, name)  # built between the look-up and the lock
-                if found is None:
-                    started = time.monotonic()
-                    arrays = build()
-                    _store(folder, name, description, arrays)
-                    logger.info("built index %s in %.1f s", folder / name, time.monotonic() - started)
-                    found = _load(folder, name)
-            if found is None:
-                raise OSError(f"{folder / name} can not be read back as it was written")
-            return found
+        try:
+            lock = try_lock(path)
+        except NoLocksError as error:
+            logger.warning("%s has no file locks (%s): each process builds the index for itself", folder, error)
+            return _found_or_built(folder, name, description, build)
+        if lock is not None:
+            try:
+                return _found_or_built(folder, name, description, build)
+            finally:
+                lock.release()
         found = _load(folder, name)
         if found is not None:
             return found
-        waiting.poll()
+        waiting.pause()
 
 
-def _take_lock(lock: Path) -> bool:
-    try:
-        with lock.open("x") as file:
-            json.dump({"host": socket.gethostname(), "process": os.getpid()}, file)
-    except FileExistsError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _held(lock: Path) -> Iterator[None]:
-    """Touch the lock until the block ends, then remove it."""
-    done = threading.Event()
-
-    def touch() -> None:
-        while not done.wait(_TOUCH_SECONDS):
-            with contextlib.suppress(OSError):  # taken over by another process
-                os.utime(lock)
-
-    thread = threading.Thread(target=touch, name="index-lock", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        lock.unlink(missing_ok=True)
+def _found_or_built(folder: Path, name: str, description: str, build: Callable[[], Arrays]) -> Arrays:
+    found = _load(folder, name)  # built between the look-up and the lock
+    if found is None:
+        started = time.monotonic()
+        arrays = build()
+        _store(folder, name, description, arrays)
+        logger.info("built index %s in %.1f s", folder / name, time.monotonic() - started)
+        found = _load(folder, name)
+    if found is None:
+        raise OSError(f"{folder / name} can not be read back as it was written")
+    return found
 
 
 class _Waiting:
-    """Watches another process's lock, and removes it once it is abandoned."""
+    """Pauses while another process builds, and says so now and then."""
 
     def __init__(self, lock: Path) -> None:
         self._lock = lock
-        self._touched = -1
-        self._changed = time.monotonic()
         self._reported = time.monotonic()
         self._pause = _POLL_SECONDS[0]
 
-    def poll(self) -> None:
-        try:
-            touched = self._lock.stat().st_mtime_ns
-            text = self._lock.read_text()
-        except FileNotFoundError:
-            return
+    def pause(self) -> None:
         now = time.monotonic()
-        if touched != self._touched:
-            self._touched, self._changed = touched, now
-        idle = now - self._changed
-        if idle > STALE_SECONDS or _owner_is_gone(text):
-            logger.warning("%s: its owner is gone, the index is built here", self._lock)
-            # A rename succeeds in one of the processes that see this.
-            aside = self._lock.with_name(f"{self._lock.name}.{uuid.uuid4().hex}")
-            with contextlib.suppress(FileNotFoundError):
-                self._lock.rename(aside)
-                aside.unlink()
-            return
         if now - self._reported > _REPORT_SECONDS:
             self._reported = now
-            logger.info("waiting for an index that another process builds: %s, %s", self._lock, text)
+            logger.info("waiting for an index that another process builds: %s, %s", self._lock, holder_of(self._lock))
         time.sleep(self._pause)
         self._pause = min(1.2 * self._pause, _POLL_SECONDS[1])
-
-
-def _owner_is_gone(text: str) -> bool:
-    """The lock names a process of this host that does not exist."""
-    try:
-        owner = json.loads(text)
-    except json.JSONDecodeError:  # it is just being written
-        return False
-    if owner["host"] != socket.gethostname():
-        return False
-    try:
-        os.kill(owner["process"], 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # another user's, and alive
-        return False
-    return False
 
 
 def _store(folder: Path, name: str, description: str, arrays: Arrays) -> None:
@@ -215,8 +159,12 @@ def _store(folder: Path, name: str, description: str, arrays: Arrays) -> None:
         path = folder / f"{name}-{key}.npy"
         with whole_file(path) as file:
             np.save(file, values, allow_pickle=False)
-        size, checksum = _checksum(path)
-        entries[path.name] = {"bytes": size, "crc32": checksum}
+        status = path.stat()
+        entries[path.name] = {
+            "bytes": status.st_size,
+            "modified_ns": status.st_mtime_ns,
+            "crc32": _checksum(path),
+        }
     manifest = json.dumps({"files": entries, "description": json.loads(description)}, indent=1)
     with whole_file(folder / f"{name}.json") as file:
         file.write(manifest.encode())
@@ -230,9 +178,11 @@ def _load(folder: Path, name: str) -> Arrays | None:
         arrays: dict[str, npt.NDArray[Any]] = {}
         for file_name, expected in entries.items():
             path = folder / file_name
-            size, checksum = _checksum(path)
-            if (size, checksum) != (expected["bytes"], expected["crc32"]):
-                raise UserError(f"{path.name} has {size} bytes and checksum {checksum:08x}, not those written")
+            status = path.stat()
+            if status.st_size != expected["bytes"]:
+                raise UserError(f"{path.name} has {status.st_size} bytes, {expected['bytes']} were written")
+            if status.st_mtime_ns != expected["modified_ns"] and _checksum(path) != expected["crc32"]:
+                raise UserError(f"{path.name} has another checksum than when it was written")
             key = file_name.removeprefix(f"{name}-").removesuffix(".npy")
             arrays[key] = np.load(path, mmap_mode="r", allow_pickle=False)
         return arrays
@@ -243,11 +193,10 @@ def _load(folder: Path, name: str) -> Arrays | None:
         return None
 
 
-def _checksum(path: Path) -> tuple[int, int]:
-    """Bytes of a file and their CRC-32."""
-    size, checksum = 0, 0
+def _checksum(path: Path) -> int:
+    """CRC-32 of the bytes of a file."""
+    checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
-            size += len(block)
             checksum = zlib.crc32(block, checksum)
-    return size, checksum
+    return checksum
