@@ -38,8 +38,8 @@ TINY_GPT = [
     *("--data-path", str(CORPUS), "--split", "90,10,0", "--data-cache-path", str(INDICES)),
     *("--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"),
     *("--lr", "1e-2", "--lr-decay-style", "cosine", "--clip-grad", "0.5", "--weight-decay", "0.1"),
-    # Adam moves an element by up to lr / eps times its gradient. With the default of 1e-8, one whose gradient happens to
-    # be 1e-10 (the rare row of an embedding) would show the rounding of a sum a million times over.
+    # Adam moves an element by up to lr / eps times its gradient. With the default of 1e-8, one whose gradient happens
+    # to be 1e-10 (the rare row of an embedding) would show the rounding of a sum a million times over.
     *("--adam-eps", "1e-6"),
     *("--hidden-dropout", "0", "--attention-dropout", "0", "--eval-iters", "0", "--num-workers", "0"),
 ]
