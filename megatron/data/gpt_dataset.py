@@ -6,6 +6,7 @@ between them (last label of one, first input of the next), and only the tail of 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,10 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.sample_dataset import TokenArray, TokenSource
 from megatron.data.splits import Split, as_indices
 
+logger = logging.getLogger(__name__)
+
 _INDEX_VERSION = 1  # counts changes of what an index holds, so that one of another version is built anew
+_SAMPLES_OF_SECONDS = 10_000_000  # an index of so many takes seconds to build, which are announced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +144,8 @@ def build_gpt_index(
             keep_last=keep_last,
         )
         _check_memory(plan, len(documents))
+        if plan.num_samples >= _SAMPLES_OF_SECONDS:
+            logger.info("building an index of %s samples for %s", f"{plan.num_samples:,}", split.value)
         random = np.random.RandomState(seed)
         document_index = build_document_index(documents, plan, random)
         sample_index = build_sample_index(

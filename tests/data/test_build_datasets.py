@@ -29,6 +29,19 @@ def read_all(dataset: SampleDataset | None) -> list[list[int]]:
     return [dataset[number].tolist() for number in range(len(dataset))]
 
 
+def test_a_large_index_is_announced_before_it_is_built(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mock data holds 204 million tokens, so with --seq-length 1 as many samples."""
+    corpus = numbered_corpus(tmp_path / "corpus", [9] * 10)
+    monkeypatch.setattr("megatron.data.gpt_dataset._SAMPLES_OF_SECONDS", 20)
+    with caplog.at_level(logging.INFO):
+        build(tmp_path, data_path=(str(corpus),), split="1,0,0")
+    announced = [record.getMessage().split()[0] for record in caplog.records]
+    assert "building an index of 22 samples for train" in caplog.text
+    assert announced.index("building") == 0
+
+
 @pytest.mark.parametrize(
     "words, expected",
     [
