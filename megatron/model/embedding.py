@@ -21,14 +21,7 @@ class PositionEmbedding(nn.Module):
     gradient is a partial sum, and nothing is communicated in the layer.
     """
 
-    def __init__(
-        self,
-        max_positions: int,
-        hidden_size: int,
-        *,
-        placement: Placement,
-        init: Init,
-    ) -> None:
+    def __init__(self, max_positions: int, hidden_size: int, *, placement: Placement, init: Init) -> None:
         super().__init__()
         self.placement = placement
         self.weight = placement.whole_parameter(
@@ -47,30 +40,18 @@ class LanguageModelEmbedding(nn.Module):
     """Word embeddings, plus learned positions where the configuration has them, then dropout."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        vocab_size: int,
-        padded_vocab_size: int,
-        placement: Placement,
+        self, config: TransformerConfig, *, vocab_size: int, padded_vocab_size: int, placement: Placement
     ) -> None:
         super().__init__()
         init = embedding_init(config)
         self.word_embeddings = VocabParallelEmbedding(
-            vocab_size,
-            config.hidden_size,
-            padded_vocab_size=padded_vocab_size,
-            placement=placement,
-            init=init,
+            vocab_size, config.hidden_size, padded_vocab_size=padded_vocab_size, placement=placement, init=init
         )
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
             assert config.max_position_embeddings is not None
             self.position_embeddings = PositionEmbedding(
-                config.max_position_embeddings,
-                config.hidden_size,
-                placement=placement,
-                init=init,
+                config.max_position_embeddings, config.hidden_size, placement=placement, init=init
             )
         self.dropout = HiddenDropout(config.hidden_dropout, layer=0, site=EMBEDDING, placement=placement)
 

@@ -52,7 +52,7 @@ def attention_mask(
     position = torch.arange(sequence_length, dtype=wide, device=device)
     ahead = position[None, :] - position[:, None]  # [s, s], of a key before its query: not positive where allowed
     bias = torch.tensor(slopes, dtype=wide, device=device)[None, :, None, None] * ahead  # [1, a/t, s, s]
-    bias = bias.masked_fill(~allowed, float("-inf"))  # [1|b, a/t, s, s]
+    bias = torch.where(allowed, bias, float("-inf"))  # [1|b, a/t, s, s]
     return bias if explicit else bias.to(dtype)
 
 
