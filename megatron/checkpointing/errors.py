@@ -48,17 +48,20 @@ def agree(world: CommGroup, phase: str, action: Callable[[], Value]) -> list[Val
         error = caught
     if world.size == 1 and isinstance(error, CheckpointError):
         raise error
-    report = None if error is None else (isinstance(error, NoCheckpointError), _describe(error))
+    report = None if error is None else (isinstance(error, NoCheckpointError), socket.gethostname(), _describe(error))
     outcomes = collectives.all_gather_object((report, value), world)
     failures = [(rank, report) for rank, (report, _) in enumerate(outcomes) if report is not None]
     if failures:
         nothing_there = all(report[0] for _, report in failures)
-        reasons = listing([f"rank {rank} on {report[1]}" for rank, report in failures])
         kind = NoCheckpointError if nothing_there else CheckpointError
-        raise kind(f"{phase} failed on {len(failures)} of {world.size} ranks:\n{reasons}") from error
+        reasons = {reason for _, (_, _, reason) in failures}
+        if len(failures) == world.size > 1 and len(reasons) == 1:
+            raise kind(f"{phase} failed on all {world.size} ranks: {reasons.pop()}") from error
+        lines = listing([f"rank {rank} on {host}: {reason}" for rank, (_, host, reason) in failures])
+        raise kind(f"{phase} failed on {len(failures)} of {world.size} ranks:\n{lines}") from error
     return [value for _, value in outcomes]
 
 
 def _describe(error: Exception) -> str:
     kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-    return f"{socket.gethostname()}: {kind}{error}"
+    return f"{kind}{error}"

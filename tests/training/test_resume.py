@@ -311,7 +311,7 @@ def test_load_without_a_checkpoint_is_an_error_that_says_what_to_do(tmp_path: Pa
     assert outcome.codes == [2, 2]
     said = "".join(outcome.err)
     assert said.count("pretrain_gpt.py: error: --load: ") == 1
-    assert "no checkpoint in nothing" in said
+    assert said.count("no checkpoint in nothing: there is no such folder") == 1, "once, and not for each rank"
     assert "--load-if-exists starts a new run where there is none" in said
     assert "Traceback" not in outcome.err[0] + outcome.err[1]
     run, _ = build("--load", str(tmp_path / "nothing"), "--load-if-exists")
