@@ -69,11 +69,6 @@ class PipelineLayout:
         """Time of all chunks of a stage for a micro-batch, in units of a transformer layer."""
         return sum(map(self.cost, self.chunks[stage]))
 
-    @property
-    def in_model_order(self) -> tuple[StageLayout, ...]:
-        """All chunks, from the embedding to the output."""
-        return tuple(stage[v] for v in range(self.num_chunks) for stage in self.chunks)
-
     def describe(self) -> str:
         """A table of what each stage holds and what it costs."""
         rows = [("stage", "chunk", "layers", "besides", "cost")]

@@ -29,7 +29,6 @@ class UpdateReport:
         applied: False when the step was skipped: nothing but the loss scale has changed.
         grad_norm: global norm of the unscaled gradients before clipping; not finite when one of them was not.
         num_zeros: gradient elements of the global model that are exactly zero, when that is counted.
-        loss_scale: the one of the next step.
         overflow: a skipped step that is part of the method: the loss scale was too large and is being lowered. A step
             that was skipped without it met a NaN or an infinity that no loss scale explains.
     """
@@ -37,7 +36,6 @@ class UpdateReport:
     applied: bool
     grad_norm: float
     num_zeros: int | None
-    loss_scale: float
     overflow: bool = False
 
 
@@ -111,13 +109,12 @@ class MegatronOptimizer:
             applied=finite,
             grad_norm=grad_norm,
             num_zeros=num_zeros,
-            loss_scale=self.loss_scale,
             overflow=overflow,
         )
 
     def skip_step(self) -> UpdateReport:
         """The report of a step that changes nothing, such as one on a batch without a single token."""
-        return UpdateReport(applied=False, grad_norm=0.0, num_zeros=None, loss_scale=self.loss_scale)
+        return UpdateReport(applied=False, grad_norm=0.0, num_zeros=None)
 
     @torch.no_grad()
     def params_norm(self) -> float:

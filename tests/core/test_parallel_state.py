@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from datetime import timedelta
+from inspect import signature
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core import parallel_state
 from megatron.core.comm_group import CommGroup
-from megatron.core.parallel_state import ParallelState, build_parallel_state
+from megatron.core.parallel_state import (
+    ParallelState,
+    build_parallel_state,
+    destroy_model_parallel,
+    get_parallel_state,
+    initialize_model_parallel,
+)
 from megatron.core.rank_grid import RankGrid
 from tests.helpers.distributed import run_distributed
 
@@ -98,3 +107,52 @@ def test_a_world_of_one_needs_no_communicator() -> None:
     state = ParallelState.single()
     assert state.channels == {}
     assert {group.process_group for group in groups_of(state).values()} == {None}
+
+
+GETTERS = {
+    "get_tensor_model_parallel": "tp",
+    "get_pipeline_model_parallel": "pp",
+    "get_data_parallel": "dp",
+    "get_context_parallel": "cp",
+}
+
+
+def what_the_getters_say(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str, object]:
+    """Called and forgotten again: what each getter returned, groups as their ranks."""
+    initialize_model_parallel(
+        tensor_model_parallel_size=sizes["tp"],
+        pipeline_model_parallel_size=sizes["pp"],
+        context_parallel_size=sizes["cp"],
+    )
+    found: dict[str, object] = {}
+    for name, ask in vars(parallel_state).items():
+        if re.fullmatch(r"get_\w+_(group|rank|world_size)|is_pipeline_\w+_stage", name):
+            found[name] = ask()
+            if "with_context_parallel" in signature(ask).parameters:
+                found[f"{name} with context"] = ask(with_context_parallel=True)
+    destroy_model_parallel()
+    with pytest.raises(RuntimeError, match="do not exist yet"):
+        get_parallel_state()
+    return {name: value.ranks if isinstance(value, CommGroup) else value for name, value in found.items()}
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "cp": 2, "dp": 1, "pp": 2}, {"tp": 1, "cp": 2, "dp": 2, "pp": 2}], ids=str)
+def test_each_getter_answers_for_its_axis(sizes: dict[str, int]) -> None:
+    grid = RankGrid(**sizes)
+    for rank, found in enumerate(run_distributed(what_the_getters_say, grid.world_size, sizes)):
+        for getter, axes, end in [
+            *((getter, axes, "") for getter, axes in GETTERS.items()),
+            ("get_data_parallel", "dp-cp", " with context"),
+        ]:
+            ranks = grid.group_of(rank, axes)
+            assert found.pop(f"{getter}_group{end}") == ranks
+            assert found.pop(f"{getter}_rank{end}") == ranks.index(rank)
+            assert found.pop(f"{getter}_world_size{end}") == len(ranks)
+        stages = grid.group_of(rank, "pp")
+        ends = (stages[0], stages[-1])
+        assert found == {
+            "get_model_parallel_group": grid.group_of(rank, "tp-pp"),
+            "get_embedding_group": ends if rank in ends else None,
+            "is_pipeline_first_stage": rank == stages[0],
+            "is_pipeline_last_stage": rank == stages[-1],
+        }

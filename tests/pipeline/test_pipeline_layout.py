@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.parallel import ParallelConfig
-from megatron.config.pipeline_layout import PipelineLayout, end_costs, pipeline_layout, spread_layers
+from megatron.config.pipeline_layout import PipelineLayout, StageLayout, end_costs, pipeline_layout, spread_layers
 from megatron.config.transformer import TransformerConfig
 
 VOCABULARY = 1000
@@ -30,9 +30,14 @@ def sizes(layout: PipelineLayout) -> list[int]:
     return [sum(len(chunk.layers) for chunk in layout.stage(stage)) for stage in range(layout.num_stages)]
 
 
+def in_model_order(layout: PipelineLayout) -> list[StageLayout]:
+    """All chunks, from the embedding to the output."""
+    return [stage[chunk] for chunk in range(layout.num_chunks) for stage in layout.chunks]
+
+
 def assert_sound(layout: PipelineLayout, num_layers: int) -> None:
     """Each layer on one chunk, in the order of the model; embedding first, output last."""
-    order = layout.in_model_order
+    order = in_model_order(layout)
     assert [number for chunk in order for number in chunk.layers] == list(range(num_layers))
     assert [chunk.has_embedding for chunk in order] == [True] + [False] * (len(order) - 1)
     assert [chunk.has_output for chunk in order] == [False] * (len(order) - 1) + [True]
@@ -173,8 +178,8 @@ def test_every_layout_is_sound_and_leaves_no_chunk_without_a_layer(
     virtual = {"num_virtual_stages_per_pipeline_rank": chunks} if chunks > 1 else {}
     layout = layout_of(num_layers, stages, vocabulary, **virtual)
     assert_sound(layout, num_layers)
-    assert all(len(chunk.layers) >= 1 for chunk in layout.in_model_order)
-    text = "|".join("E" * c.has_embedding + "t" * len(c.layers) + "L" * c.has_output for c in layout.in_model_order)
+    assert all(len(chunk.layers) >= 1 for chunk in in_model_order(layout))
+    text = "|".join("E" * c.has_embedding + "t" * len(c.layers) + "L" * c.has_output for c in in_model_order(layout))
     assert layout_of(num_layers, stages, vocabulary, pipeline_model_parallel_layout=text) == layout
 
 
