@@ -18,6 +18,10 @@ from megatron.training.initialize import MegatronContext
 _PATIENCE = 2.0
 
 
+class NonFiniteError(UserError, FloatingPointError):
+    """A loss or gradient norm is NaN or infinite; raised on all ranks."""
+
+
 class LauncherGone(Exception):
     """What started the ranks and watched over them has ended, and they end too; raised on all of them."""
 
@@ -26,12 +30,11 @@ class LauncherGone(Exception):
 def exit_on_user_error(context: MegatronContext) -> Iterator[None]:
     """End the program with exit code 2 and one message when the user can mend what went wrong.
 
-    That is what `UserError` is for, and `FloatingPointError` for a loss or gradient that is not finite. Any other
-    exception is a bug or a failing machine, and keeps its traceback.
+    That is what `UserError` is for. Any other exception is a bug or a failing machine, and keeps its traceback.
     """
     try:
         yield
-    except (UserError, FloatingPointError) as error:
+    except UserError as error:
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         if _first_to_say(context, text):
             print(f"{Path(sys.argv[0]).name}: error: {text} (rank {context.state.rank})", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from megatron.config.logging import LoggingConfig
 from megatron.config.problems import UserError
 from megatron.core.collectives import all_gather_object, all_reduce_
 from megatron.training.checkpoints import save_run
-from megatron.training.failures import LauncherGone
+from megatron.training.failures import LauncherGone, NonFiniteError
 from megatron.training.metrics import Interval, StepReport, format_duration, json_number, log_line, perplexity
 from megatron.training.run import Hook, Loader, Run
 from megatron.training.save_folder import SaveFolder
@@ -397,6 +397,10 @@ class StopOnNaN(Hook):
     """Ends the run with an error when a loss or the gradient norm is not finite."""
 
     def after_step(self, run: Run, report: StepReport) -> None:
+        """
+        Raises:
+            NonFiniteError: on all ranks.
+        """
         # Known on all ranks, so all of them end here with one text, though the losses are known on some only.
         if not report.nan:
             return
@@ -404,7 +408,7 @@ class StopOnNaN(Hook):
         everyone = all_gather_object((mine, dict(report.losses)), run.state.world)
         losses = {name: loss for _, known in everyone for name, loss in known.items()}
         faults = [fault for found, _ in everyone for fault in found]
-        raise FloatingPointError(
+        raise NonFiniteError(
             f"iteration {report.iteration}: the gradient norm is {report.grad_norm}"
             + "".join(f", {name} {loss}" for name, loss in losses.items())
             + (f"; gradients were not finite, before any reduction, on {_some(faults, '; ')}" if faults else "")

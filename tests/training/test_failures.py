@@ -52,6 +52,8 @@ def test_the_same_reason_is_said_once_and_another_one_too(capsys: pytest.Capture
     assert said.count("the file is damaged") == 1
 
 
-def test_a_bug_keeps_its_traceback() -> None:
-    with pytest.raises(ValueError, match="a bug"), exit_on_user_error(context_with_store()):
-        raise ValueError("a bug")
+@pytest.mark.parametrize("kind", [ValueError, FloatingPointError])
+def test_a_bug_keeps_its_traceback(kind: type[Exception]) -> None:
+    """Such as an overflow that numpy or a user's own code raises."""
+    with pytest.raises(kind, match="a bug"), exit_on_user_error(context_with_store()):
+        raise kind("a bug")
