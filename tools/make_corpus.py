@@ -23,7 +23,7 @@ from command_line import Parser, elapsed, progress, run_tool, say
 from text_tools import Work, prepare_output, record_path
 
 from megatron.config.problems import UserError
-from megatron.data.whole_file import whole_file
+from megatron.core.whole_file import whole_file
 
 TOOL = "make_corpus 1"
 STANDARD_LIBRARY_SUFFIXES = (".py", ".txt", ".rst")

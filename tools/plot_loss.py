@@ -4,6 +4,7 @@ python tools/plot_loss.py run.jsonl --output loss.png --line 'bigram entropy=3.2
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import matplotlib
@@ -12,7 +13,7 @@ from text_tools import prepare_output
 from training_log import read_losses
 
 from megatron.config.problems import UserError
-from megatron.data.whole_file import whole_file
+from megatron.core.whole_file import whole_file
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -26,6 +27,20 @@ def horizontal_line(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a name and a number, such as 'bigram entropy=3.2'") from None
 
 
+def lines_of(path: Path) -> list[tuple[str, float]]:
+    """The names and values of a JSON file.
+
+    Raises:
+        UserError: the file cannot be read, or holds anything else.
+    """
+    try:
+        return [(name, float(value)) for name, value in json.loads(path.read_bytes()).items()]
+    except OSError as error:
+        raise UserError(f"--lines-from {path}: {error.strerror}") from None
+    except (ValueError, TypeError, AttributeError):
+        raise UserError(f"--lines-from {path}: holds no names with numbers; bigram_entropy.py writes them") from None
+
+
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("logs", nargs="+", type=Path, help="files written by --log-json")
@@ -33,7 +48,9 @@ def main() -> None:
     parser.add_argument(
         "--line", action="append", type=horizontal_line, default=[], help="a horizontal line, as 'name=value'"
     )
+    parser.add_argument("--lines-from", type=Path, help="JSON file of such lines, written by bigram_entropy.py")
     options = parser.read()
+    lines = options.line + (lines_of(options.lines_from) if options.lines_from is not None else [])
     figure, axes = pyplot.subplots(figsize=(8, 5))
     kinds = figure.canvas.get_supported_filetypes()
     kind = options.output.suffix.removeprefix(".")
@@ -45,7 +62,7 @@ def main() -> None:
             label = name if len(options.logs) == 1 else f"{path.stem}: {name}"
             style = {"marker": "o", "linewidth": 2.0} if "validation" in name or "test" in name else {"linewidth": 0.8}
             axes.plot(list(curve), list(curve.values()), label=label, **style)
-    for name, value in options.line:
+    for name, value in lines:
         axes.axhline(value, linestyle="--", color="gray")
         axes.text(0.0, value, f" {name} {value:.3f}", va="bottom", transform=axes.get_yaxis_transform())
     axes.set_xlabel("iteration")

@@ -17,7 +17,7 @@ from typing import Any
 from command_line import say
 
 from megatron.config.problems import UserError
-from megatron.data.whole_file import whole_file
+from megatron.core.whole_file import whole_file
 
 # How much of each end of an output is hashed: enough to notice truncated, appended or swapped files at any
 # size, and a record can be checked in a blink even for terabytes.

@@ -25,7 +25,7 @@ from sentencepiece import SentencePieceTrainer
 from text_tools import Work, find_files, prepare_output, read_text, text_of
 
 from megatron.config.problems import UserError
-from megatron.data.whole_file import whole_file
+from megatron.core.whole_file import whole_file
 from megatron.tokenizer.sentencepiece_tokenizer import (
     LITERAL_SPACE_SYMBOL,
     SPACE_SYMBOL,

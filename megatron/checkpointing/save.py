@@ -25,6 +25,7 @@ from megatron.checkpointing.index import (
 from megatron.checkpointing.slices import held_boxes
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import NamedTensor
+from megatron.core.whole_file import sync_folder
 
 
 def save_checkpoint(
@@ -183,7 +184,7 @@ class Save:
             "iteration": self.iteration,
             "files": {name: {"bytes": len(text), "crc32": zlib.crc32(text)} for name, text in texts.items()},
         }
-        storage.sync_folder(self.folder)
+        sync_folder(self.folder)
         storage.write_file(self.folder / storage.COMPLETE_FILE, json.dumps(marker, separators=(",", ":")).encode())
         storage.publish(self.root, self.iteration)
 

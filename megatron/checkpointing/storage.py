@@ -31,6 +31,7 @@ from torch import Tensor
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.index import DTYPE_NAMES, StoredSlice, parse_json
 from megatron.checkpointing.slices import Box, flat_bounds, flat_range_boxes
+from megatron.core.whole_file import sync_folder, whole_file
 
 BLOCK_BYTES = 16 * 2**20
 
@@ -112,22 +113,10 @@ def write_file(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
-def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_tracker(root: Path, iteration: int) -> None:
     """Make the tracker name this iteration: the old text or the new one, never a part."""
-    temporary = root / f".tmp-{TRACKER_FILE}"
-    temporary.unlink(missing_ok=True)
-    write_file(temporary, str(iteration).encode())
-    os.replace(temporary, root / TRACKER_FILE)
-    sync_folder(root)
+    with whole_file(root / TRACKER_FILE) as file:
+        file.write(str(iteration).encode())
 
 
 def publish(root: Path, iteration: int) -> None:

@@ -11,9 +11,11 @@ import errno
 import fcntl
 import os
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
@@ -23,13 +25,21 @@ class NoLocksError(OSError):
 
 
 class FileLock:
-    """A lock that this process holds. Made by `try_lock`."""
+    """A lock that this process holds, until it is closed or left as a context. Made by `try_lock`."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
 
-    def release(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Remove the file, then let go of it; once more does nothing."""
         if self._descriptor >= 0:
             with suppress(FileNotFoundError):
@@ -46,27 +56,34 @@ def try_lock(path: Path) -> FileLock | None:
         OSError: the file cannot be written.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except OSError as error:
-            os.close(descriptor)  # and no more: another process may hold it
-            if error.errno in _NO_LOCKS:
-                raise NoLocksError(*error.args) from error
-            raise
-        if not _is_at(descriptor, path):  # its holder has removed it since it was opened here: try the one of now
-            os.close(descriptor)
-            continue
-        lock = FileLock(path, descriptor)
-        try:
+        with ExitStack() as on_failure:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            on_failure.callback(os.close, descriptor)
+            if not try_flock(descriptor):
+                return None
+            if not _is_at(descriptor, path):  # its holder has removed it since it was opened: try the one of now
+                continue
+            on_failure.callback(path.unlink, missing_ok=True)
             _sign(descriptor)
-        except OSError:
-            lock.release()
-            raise
-        return lock
+            on_failure.pop_all()
+            return FileLock(path, descriptor)
+
+
+def try_flock(descriptor: int) -> bool:
+    """Lock the open file itself, until it is closed; False when another holds it.
+
+    Raises:
+        NoLocksError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            raise NoLocksError(*error.args) from error
+        raise
+    return True
 
 
 def _sign(descriptor: int) -> None:

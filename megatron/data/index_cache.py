@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from megatron.config.problems import UserError
 from megatron.core.file_lock import NoLocksError, holder_of, try_lock
-from megatron.data.whole_file import whole_file
+from megatron.core.whole_file import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +113,8 @@ def _build_once(folder: Path, name: str, description: str, build: Callable[[], A
             logger.warning("%s has no file locks (%s): each process builds the index for itself", folder, error)
             return _found_or_built(folder, name, description, build)
         if lock is not None:
-            try:
+            with lock:
                 return _found_or_built(folder, name, description, build)
-            finally:
-                lock.release()
         found = _load(folder, name)
         if found is not None:
             return found

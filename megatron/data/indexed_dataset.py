@@ -31,8 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config.problems import UserError
+from megatron.core.whole_file import WholeFile
 from megatron.data.sample_dataset import TokenArray
-from megatron.data.whole_file import WholeFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from megatron.checkpointing import CheckpointError, list_checkpoints
@@ -27,14 +28,42 @@ class SaveFolder:
         path: of the folder.
     """
 
-    def __init__(self, path: Path, lock: FileLock | None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = lock
+        self._held = ExitStack()
+
+    def claim(self, wanted: CheckpointConfig, patience: float) -> None:
+        """Hold the folder until it is closed or this process ends.
+
+        Args:
+            patience: seconds to wait at most for a run that holds it.
+
+        Raises:
+            CheckpointError: another run holds the folder or has its checkpoints in it.
+            OSError: it cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.path) as probe:
+            probe.write(b"a checkpoint can be written here")
+        with ExitStack() as held:
+            try:
+                held.enter_context(_lock(self.path / LOCK_FILE, patience))
+            except NoLocksError as error:
+                print(
+                    f"warning: --save {self.path} has no file locks ({error}): do not start another run in it",
+                    flush=True,
+                )
+            present = list_checkpoints(self.path)
+            if present and (wanted.load is None or Path(wanted.load).resolve() != self.path.resolve()):
+                raise CheckpointError(
+                    f"there are checkpoints of another run, up to iteration {present[-1]}, which this one would "
+                    f"replace; --load {self.path} goes on from them, another --save folder keeps both"
+                )
+            self._held = held.pop_all()
 
     def close(self) -> None:
         """Leave the folder to others."""
-        if self._lock is not None:
-            self._lock.release()
+        self._held.close()
 
 
 def claim_save_folder(config: MegatronConfig, state: ParallelState) -> SaveFolder | None:
@@ -49,36 +78,15 @@ def claim_save_folder(config: MegatronConfig, state: ParallelState) -> SaveFolde
     """
     if config.checkpoint.save is None or config.training.skip_train:
         return None
-    path = Path(config.checkpoint.save)
+    folder = SaveFolder(Path(config.checkpoint.save))
     patience = 30.0 * config.parallel.distributed_timeout_minutes  # the other ranks wait meanwhile
-    locks: list[FileLock | None] = []
 
     def claim() -> None:
         if state.rank == 0:
-            locks.append(_claim(path, config.checkpoint, patience))
+            folder.claim(config.checkpoint, patience)
 
-    agree(state.world, f"preparing --save {path}", claim)
-    return SaveFolder(path, locks[0] if locks else None)
-
-
-def _claim(path: Path, wanted: CheckpointConfig, patience: float) -> FileLock | None:
-    path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path) as probe:
-        probe.write(b"a checkpoint can be written here")
-    try:
-        lock = _lock(path / LOCK_FILE, patience)
-    except NoLocksError as error:
-        print(f"warning: --save {path} has no file locks ({error}): do not start another run in it", flush=True)
-        lock = None
-    present = list_checkpoints(path)
-    if present and (wanted.load is None or Path(wanted.load).resolve() != path.resolve()):
-        if lock is not None:
-            lock.release()
-        raise CheckpointError(
-            f"there are checkpoints of another run, up to iteration {present[-1]}, which this one would replace; "
-            f"--load {path} goes on from them, another --save folder keeps both"
-        )
-    return lock
+    agree(state.world, f"preparing --save {folder.path}", claim)
+    return folder
 
 
 def _lock(file: Path, patience: float) -> FileLock:

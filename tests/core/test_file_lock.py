@@ -24,19 +24,28 @@ time.sleep(60)
 """
 
 
-def test_a_lock_is_held_by_one_until_it_is_released(tmp_path: Path) -> None:
+def test_a_lock_is_held_by_one_until_it_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     lock = try_lock(path)
     assert lock is not None
     assert try_lock(path) is None
     assert holder_of(path).startswith(f"process {os.getpid()} on ")
-    lock.release()
+    lock.close()
     assert not path.exists()
     again = try_lock(path)
     assert again is not None
-    lock.release()
-    assert try_lock(path) is None, "a second release let go of the lock of another"
-    again.release()
+    lock.close()
+    assert try_lock(path) is None, "a second close let go of the lock of another"
+    again.close()
+
+
+def test_a_lock_ends_with_its_block_however_that_ends(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    lock = try_lock(path)
+    assert lock is not None
+    with pytest.raises(ZeroDivisionError), lock:
+        raise ZeroDivisionError
+    assert not path.exists()
 
 
 def test_a_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
@@ -52,7 +61,7 @@ def test_a_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
     lock = try_lock(path)
     assert lock is not None
     assert f"process {os.getpid()} on " in holder_of(path)
-    lock.release()
+    lock.close()
 
 
 def test_a_lock_of_a_file_that_its_holder_has_just_removed_is_that_of_no_other(
@@ -67,14 +76,14 @@ def test_a_lock_of_a_file_that_its_holder_has_just_removed_is_that_of_no_other(
     def open_then_lose(*arguments: object, **keywords: object) -> int:
         monkeypatch.setattr(os, "open", opened)
         descriptor = opened(*arguments, **keywords)  # type: ignore[arg-type]
-        first.release()
+        first.close()
         third.append(try_lock(path))
         return descriptor
 
     monkeypatch.setattr(os, "open", open_then_lose)
     assert try_lock(path) is None
     assert third[0] is not None
-    third[0].release()
+    third[0].close()
 
 
 @pytest.mark.parametrize(
@@ -99,4 +108,4 @@ def test_a_lock_that_fails_is_held_by_nobody(
     assert caught.type is raised
     lock = try_lock(tmp_path / "lock")
     assert lock is not None
-    lock.release()
+    lock.close()

@@ -33,6 +33,20 @@ def test_checkpoints_of_another_run_are_not_replaced(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == (2, 4, 5)
 
 
+def test_a_folder_whose_checkpoints_can_not_be_listed_is_left_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(root: Path) -> tuple[int, ...]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(root))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save_folder, "list_checkpoints", unreadable)
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            trained("--save", str(tmp_path))
+    assert not (tmp_path / LOCK_FILE).exists()
+    trained("--save", str(tmp_path))
+
+
 RUN = ("--save", "saved", "--load", "saved", "--load-if-exists", "--save-interval", "2")
 
 
@@ -83,7 +97,7 @@ def test_a_run_that_only_evaluates_needs_no_folder_of_its_own(tmp_path: Path) ->
     lock = try_lock(tmp_path / LOCK_FILE)
     assert lock is not None
     trained("--save", str(tmp_path), "--load", str(tmp_path), "--skip-train", "--eval-iters", "1")
-    lock.release()
+    lock.close()
 
 
 def test_the_holder_on_another_node_is_waited_for(
@@ -94,7 +108,7 @@ def test_the_holder_on_another_node_is_waited_for(
     assert lock is not None
     (tmp_path / LOCK_FILE).write_text("process 7 on another-node since then")
     monkeypatch.setattr(save_folder, "_PATIENCE_ON_THIS_HOST", 0.0)
-    ended = threading.Timer(1.0, lock.release)
+    ended = threading.Timer(1.0, lock.close)
     ended.start()
     trained("--save", str(tmp_path))
     ended.join()

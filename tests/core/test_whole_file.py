@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.whole_file import WholeFile, whole_file
+from megatron.core.whole_file import WholeFile, whole_file
 
-FORK = multiprocessing.get_context("forkserver")
+FORK_SERVER = multiprocessing.get_context("forkserver")
 
 
 def names(folder: Path) -> list[str]:
@@ -52,7 +52,7 @@ def write_for_ever(path: Path) -> None:
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
     """What a killed process has left of a file `x`."""
-    process = FORK.Process(target=write_for_ever, args=(tmp_path / "x",))
+    process = FORK_SERVER.Process(target=write_for_ever, args=(tmp_path / "x",))
     process.start()
     deadline = time.monotonic() + 30
     while not any(file.stat().st_size for file in tmp_path.iterdir()):

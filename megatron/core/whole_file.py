@@ -10,15 +10,16 @@ keeps machines apart.
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import socket
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from megatron.core.file_lock import NoLocksError, try_flock
 
 
 class WholeFile:
@@ -46,11 +47,7 @@ class WholeFile:
         self.sync()
         Path(self.file.name).replace(self._path)
         self.file.close()
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self._path.parent)
 
     def discard(self) -> None:
         """Remove the file, unless it has its name."""
@@ -70,15 +67,22 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         whole.discard()
 
 
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def remove_leftovers(path: Path) -> None:
     """Remove the temporary files of this name and host that no process writes."""
     for leftover in glob.iglob(f"{glob.escape(str(path))}.{glob.escape(socket.gethostname())}.*.tmp"):
-        try:
-            with open(leftover, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(leftover)
-        except OSError:  # it has a writer, or another process was faster, or there are no locks here
-            continue
+        with suppress(OSError):  # another process was faster, or there are no locks here
+            with open(leftover, "r+b") as file:  # NFS locks only what may be written
+                if try_flock(file.fileno()):
+                    os.unlink(leftover)
 
 
 def _locked_file(path: Path) -> BinaryIO:
@@ -86,9 +90,9 @@ def _locked_file(path: Path) -> BinaryIO:
         temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{uuid.uuid4().hex[:8]}.tmp")
         file = temporary.open("xb", buffering=1 << 20)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # no locks here
+            mine = try_flock(file.fileno()) and temporary.exists()
+        except NoLocksError:
+            mine = True
+        if mine:
             return file
-        if temporary.exists():  # else it was taken for a leftover before it had its lock
-            return file
-        file.close()
+        file.close()  # it was taken for a leftover before it had its lock
