@@ -3,9 +3,11 @@
 python tools/bigram_entropy.py --data-path corpus_text_document --split 95,5,0 --part valid
 
 It is computed from the counts of that very split, so a model that beats it has learned more than pairs of tokens.
-With --log-json of a training the exit status is 1 unless the last validation loss of it is below.
+With --log-json of a training the exit status is 1 unless the last validation loss of it is below; --output keeps the
+entropy for `plot_loss.py --lines-from`.
 """
 
+import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,10 +15,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from command_line import Parser, progress, run_tool, say
+from text_tools import prepare_output
 from training_log import read_losses
 
 from megatron.config.data import DEFAULT_SPLIT, parse_split
 from megatron.config.problems import UserError
+from megatron.core.whole_file import whole_file
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import Split, split_ranges
 
@@ -74,17 +78,23 @@ def main() -> None:
     parser.add_argument("--split", default=DEFAULT_SPLIT, help=f"as in training (default {DEFAULT_SPLIT})")
     parser.add_argument("--part", choices=[split.value for split in Split], default="valid", help="default valid")
     parser.add_argument("--log-json", type=Path, help="log of a training, to compare its validation loss with")
+    parser.add_argument("--output", type=Path, help="JSON file that the entropy is written to")
     options = parser.read()
     try:
         shares = parse_split(options.split)
     except ValueError as error:
         raise UserError(f"--split {options.split}: {error}") from None
+    if options.output is not None:
+        prepare_output(options.output, flag="--output")
     dataset = IndexedDataset(options.data_path)
     part = dict(zip(Split, split_ranges(shares, len(dataset))))[Split(options.part)]
     if not part:
         raise UserError(f"--split {options.split} gives nothing of {len(dataset)} documents to --part {options.part}")
     num_tokens, entropy = bigram_entropy(read_chunks(dataset, part))
     say(f"bigram entropy of part {options.part} ({num_tokens:,} tokens): {entropy:.4f} nats per token")
+    if options.output is not None:
+        with whole_file(options.output) as file:
+            file.write(json.dumps({"bigram entropy": entropy}).encode() + b"\n")
     if options.log_json is not None:
         compare(options.log_json, entropy)
 

@@ -168,15 +168,17 @@ def recorded_calls(
     variables: Mapping[str, str],
     *,
     programs: Sequence[str],
-    says: str = "",
+    fails: str = "",
+    status: int = 0,
 ) -> tuple[list[list[str]], str]:
     """Run a script with stand-ins for `programs`: their calls, and what the script printed.
 
     Args:
-        says: what each of them prints.
+        fails: a pattern of bash; a stand-in whose words match it ends with status 1.
+        status: what the script must end with.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in {**dict.fromkeys(programs, f"{_RECORDER}echo {shlex.quote(says)}\n"), "srun": _SRUN}.items():
+    for name, text in {**dict.fromkeys(programs, f"{_RECORDER}[[ $* != {fails} ]]\n"), "srun": _SRUN}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     record = folder / "record"
@@ -190,7 +192,7 @@ def recorded_calls(
         timeout=60,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     calls = [call.split("\0") for call in record.read_text().split("\0\0")[:-1]]
     return calls, done.stdout
 

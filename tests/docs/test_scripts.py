@@ -41,7 +41,7 @@ def test_directives_of_slurm_come_before_any_command() -> None:
     assert max(directives) < first_command
 
 
-def quickstart(tmp_path: Path, half: int) -> tuple[list[list[str]], str]:
+def quickstart(tmp_path: Path, half: int, *, fails: str = "", status: int = 0) -> tuple[list[list[str]], str]:
     """The calls of the quickstart over files that stand for its data, and what it printed."""
     folder = tmp_path / "quickstart"
     folder.mkdir(exist_ok=True)
@@ -54,17 +54,18 @@ def quickstart(tmp_path: Path, half: int) -> tuple[list[list[str]], str]:
         tmp_path / "stand-ins",
         {"QUICKSTART_FOLDER": str(folder), "QUICKSTART_HALF": str(half)},
         programs=["torchrun", "python"],
-        says="bigram entropy of part valid (9 tokens): 3.25 nats per token",
+        fails=fails,
+        status=status,
     )
 
 
 def trained(calls: list[list[str]]) -> Path:
-    """Have what the trainings and the picture of these calls would write."""
+    """Have what the trainings and the sampling of these calls would write."""
     (run,) = {Path(call[call.index("--save") + 1]).parent for call in calls if call[0] == "torchrun"}
     iterations = next(call[call.index("--train-iters") + 1] for call in calls if call[0] == "torchrun")
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(iterations)
-    (run / "loss.png").touch()
+    (run / "sample.txt").touch()
     return run
 
 
@@ -78,8 +79,9 @@ def test_the_commands_of_the_quickstart_are_understood(tmp_path: Path, half: int
     assert programs_of(calls).count("torchrun") == 2
     for call in calls:
         check_command(call)
-    assert ["--line", "bigram entropy=3.25"] in [call[-2:] for call in calls]
-    assert programs_of(calls)[-1] == "bigram_entropy", "the end is whether the loss is below"
+    compare, plot = calls[-2:]
+    assert programs_of([compare, plot]) == ["bigram_entropy", "plot_loss"]
+    assert compare[compare.index("--output") + 1] == plot[plot.index("--lines-from") + 1]
     shown = printed.split("\nDone.")[1].replace("\\\n", " ").splitlines()
     commands = [words for line in shown if line.startswith("  ") for words in commands_of(line)]
     assert [words[0] for words in commands] == ["tensorboard", "torchrun"]
@@ -90,9 +92,15 @@ def test_the_commands_of_the_quickstart_are_understood(tmp_path: Path, half: int
 def test_the_quickstart_skips_what_is_complete(tmp_path: Path) -> None:
     trained(quickstart(tmp_path, 300)[0])
     calls, printed = quickstart(tmp_path, 300)
-    assert programs_of(calls) == ["make_corpus", "train_tokenizer", "preprocess_data", "bigram_entropy"]
-    assert printed.count(": skipped") == 3
+    assert programs_of(calls) == ["make_corpus", "train_tokenizer", "preprocess_data", "bigram_entropy", "plot_loss"]
+    assert printed.count(": skipped") == 2
     assert printed.count(" s)") == 7, "each step says how long it took"
+
+
+def test_the_quickstart_fails_with_a_picture_when_only_pairs_are_learned(tmp_path: Path) -> None:
+    calls, printed = quickstart(tmp_path, 300, fails="*bigram_entropy*", status=1)
+    assert programs_of(calls)[-2:] == ["bigram_entropy", "plot_loss"]
+    assert "Done." in printed
 
 
 @pytest.mark.parametrize("change", ["half", "tokenizer.model", "corpus_text_document.bin"])

@@ -64,6 +64,7 @@ def test_one_that_is_not_below_fails(tmp_path: Path, corpus: Path, loss: float) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--output", "{folder}"], "is a folder; give the path of a file"),
         (["--split", "1,x"], "--split 1,x: must be one to three numbers"),
         (["--part", "test"], "--split 50,50 gives nothing of 10 documents to --part test"),
         (["--part", "all"], "--part: invalid choice: 'all'"),
@@ -81,9 +82,20 @@ def test_a_comparison_that_cannot_be_is_refused(
     assert message in entropy(corpus, *words, status=2)
 
 
-def test_a_curve_is_drawn_beside_a_line(tmp_path: Path) -> None:
+def test_the_entropy_is_handed_to_the_picture_in_full(tmp_path: Path, corpus: Path) -> None:
+    file = tmp_path / "made" / "entropy.json"
+    entropy(corpus, "--output", file)
+    assert json.loads(file.read_text()) == {"bigram entropy": pytest.approx(COIN_ENTROPY, rel=1e-12)}
+    lines_of = names_of_tool("plot_loss")["lines_of"]
+    assert lines_of(file) == [("bigram entropy", pytest.approx(COIN_ENTROPY, rel=1e-12))]
+
+
+@pytest.mark.parametrize("line", [("--line", "bigram entropy=3.2"), ("--lines-from", "{folder}/entropy.json")])
+def test_a_curve_is_drawn_beside_a_line(tmp_path: Path, line: tuple[str, str]) -> None:
     output = tmp_path / "pictures" / "p.png"
-    run("plot_loss", write_log(tmp_path, 2.0, 1.0), "--output", output, "--line", "bigram entropy=3.2")
+    (tmp_path / "entropy.json").write_text('{"bigram entropy": 3.2}')
+    words = [word.format(folder=tmp_path) for word in line]
+    run("plot_loss", write_log(tmp_path, 2.0, 1.0), "--output", output, *words)
     assert output.read_bytes().startswith(b"\x89PNG")
     assert names(output.parent) == ["p.png"]
 
@@ -114,6 +126,8 @@ def test_a_torn_line_is_left_out_with_a_word(tmp_path: Path, torn: bytes) -> Non
         (["{log}", "--output", "{log}/p.png"], "its folder cannot be made"),
         (["{log}", "--line", "x=y"], "--line: 'x=y' is not a name and a number"),
         (["{log}", "--line", "3.2"], "--line: '3.2' is not a name and a number"),
+        (["{log}", "--lines-from", "{folder}/none"], "--lines-from {folder}/none: No such file or directory"),
+        (["{log}", "--lines-from", "{folder}/empty"], "--lines-from {folder}/empty: holds no names with numbers"),
         (["{log}", "--outpt", "p.png"], "--outpt: is not a known flag; --output is the nearest"),
         ([], "required: logs"),
     ],
@@ -124,6 +138,6 @@ def test_a_picture_that_cannot_be_is_refused(tmp_path: Path, arguments: Argument
     words = [str(word).format(folder=tmp_path, log=log) for word in arguments]
     complaint = run("plot_loss", *words, status=2)
     assert complaint.startswith("plot_loss.py: error: ")
-    assert message in complaint
+    assert message.format(folder=tmp_path, log=log) in complaint
     assert len(complaint.splitlines()) == 1
     assert names(tmp_path) == ["empty", "log.jsonl"]
