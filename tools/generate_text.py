@@ -20,8 +20,9 @@ import torch
 from command_line import Parser, elapsed, run_tool, say
 
 from megatron.checkpointing import load_checkpoint, model_tensors
+from megatron.config.arguments import add_to_parser
 from megatron.config.megatron_config import MegatronConfig, section_problems
-from megatron.config.options import add_to_parser, section_options
+from megatron.config.options import section_options
 from megatron.config.pipeline_layout import StageLayout
 from megatron.config.problems import ConfigError, UserError
 from megatron.config.tokenizer import TOKENIZER_FILES, TokenizerConfig

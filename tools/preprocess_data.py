@@ -26,8 +26,9 @@ import numpy.typing as npt
 from command_line import Parser, elapsed, progress, run_tool, say
 from text_tools import Work, find_files, prepare_output, read_text, text_of
 
+from megatron.config.arguments import add_to_parser
 from megatron.config.megatron_config import section_problems
-from megatron.config.options import Option, add_to_parser, section_options
+from megatron.config.options import Option, section_options
 from megatron.config.problems import ConfigError, UserError
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype

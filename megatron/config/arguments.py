@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
-from megatron.config.help_text import CONFIG, PRINT_CONFIG, help_text, usage
+from megatron.config.help_text import CONFIG, PRINT_CONFIG, flag_help, help_text, metavar, usage
 from megatron.config.megatron_config import MegatronConfig, Purpose, all_options, section_classes
 from megatron.config.megatron_flags import FUSION_FLAG, KnownFlag, known_flag, known_names
 from megatron.config.options import Option, read_words
@@ -428,3 +428,33 @@ def _extra_options(parser: argparse.ArgumentParser) -> dict[str, str]:
     if taken:
         raise ValueError(f"extra_args_provider adds {', '.join(taken)}, which every program has: rename")
     return options
+
+
+# ---- a tool's flags ----
+
+
+def add_to_parser(parser: argparse.ArgumentParser | argparse._ArgumentGroup, options: Iterable[Option]) -> None:
+    """Give a tool some options of a section, which it reads and explains as a training does; no switches.
+
+    What a value is allowed to be is for `section_problems` to say, with the rules between fields.
+    """
+    for option in options:
+        assert option.kind != "switch" and option.flag.words == 1
+        parser.add_argument(
+            option.name,
+            *option.flag.aliases,
+            dest=option.field,
+            type=functools.partial(_read_word, option),
+            choices=option.choices or None,
+            required=option.required,
+            default=option.default,
+            metavar=metavar(option),
+            help=flag_help(option),
+        )
+
+
+def _read_word(option: Option, word: str) -> Any:
+    try:
+        return read_words(option, [word])
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

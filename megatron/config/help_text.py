@@ -58,20 +58,20 @@ def help_text(extra: argparse.ArgumentParser) -> str:
     files.add_argument("--help", "-h", action="store_true", help="Print this and exit.")
     groups = {name: parser.add_argument_group(name) for name in section_classes()}
     for option in all_options():
-        group, text = needed if option.required else groups[option.section], _text(option)
+        group, text = needed if option.required else groups[option.section], flag_help(option)
         if option.kind == "switch":
             group.add_argument(option.shown, action="store_true", help=text)
         else:
-            metavar = _metavar(option)
-            if len(metavar) > _LONGEST_METAVAR:
-                metavar, text = "NAME", f"{text} One of {', '.join(option.choices)}."
-            group.add_argument(option.name, metavar=metavar, help=text)
+            word = metavar(option)
+            if len(word) > _LONGEST_METAVAR:
+                word, text = "NAME", f"{text} One of {', '.join(option.choices)}."
+            group.add_argument(option.name, metavar=word, help=text)
         for name, value in option.flag.constants.items():
             group.add_argument(name, action="store_true", help=f"The same as {option.name} {value}.")
     return parser.format_help()
 
 
-def _text(option: Option) -> str:
+def flag_help(option: Option) -> str:
     """What the flag does, its other names, its limits, and its default where the text does not say it."""
     parts = [option.shown_help]
     if option.flag.aliases:
@@ -96,10 +96,11 @@ def usage(option: Option) -> str:
     """The flag and what follows it, as one writes it."""
     if option.kind == "switch":
         return f"{option.name} or {option.off_name}"
-    return f"{option.name} {_metavar(option)}"
+    return f"{option.name} {metavar(option)}"
 
 
-def _metavar(option: Option) -> str:
+def metavar(option: Option) -> str:
+    """What stands for the value."""
     if option.flag.metavar:
         return option.flag.metavar
     if option.choices:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import functools
 import math
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -218,22 +216,6 @@ def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...], bool, bool]:
     return kinds[annotation], (), False, False
 
 
-def add_to_parser(parser: argparse.ArgumentParser | argparse._ArgumentGroup, options: Iterable[Option]) -> None:
-    """Give a tool some options of a section, with the names, defaults and help that training has; no switches."""
-    for option in options:
-        parser.add_argument(
-            option.name,
-            *option.flag.aliases,
-            dest=option.field,
-            type=whole_number if option.kind == "number" else str,
-            choices=option.choices or None,
-            required=option.required,
-            default=option.default,
-            metavar=option.flag.metavar or None,
-            help=option.flag.help,
-        )
-
-
 def whole_number(text: str) -> int:
     """An int from `12`, `146_484_375` or `5e9`; ValueError for anything else."""
     try:
@@ -252,13 +234,11 @@ def finite_number(text: str) -> float:
     return number
 
 
-@functools.cache
-def _readers() -> Mapping[str, tuple[Callable[[str], Any], str]]:
-    return {
-        "number": (whole_number, "a whole number"),
-        "fraction": (finite_number, "a number"),
-        "text": (str, "a word"),
-    }
+_READERS: Mapping[Kind, tuple[Callable[[str], Any], str]] = {
+    "number": (whole_number, "a whole number"),
+    "fraction": (finite_number, "a number"),
+    "text": (str, "a word"),
+}
 
 
 def read_words(option: Option, words: Sequence[str]) -> Any:
@@ -266,7 +246,7 @@ def read_words(option: Option, words: Sequence[str]) -> Any:
 
     Raises ValueError with the rule that they break, without the name of the flag.
     """
-    read, described = _readers()[option.kind]
+    read, described = _READERS[option.kind]
     if option.many and option.flag.words != "+" and len(words) == 1:
         words = [word for word in words[0].strip("()[]").replace(",", " ").split() if word]
     expected = option.flag.words

@@ -28,8 +28,8 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise UserError(f"--temperature ({self.temperature}) must not be negative; 0 is greedy")
+        if not self.temperature >= 0:  # which NaN is not
+            raise UserError(f"--temperature ({self.temperature}) must be 0 or more; 0 is greedy")
         if self.top_k < 0:
             raise UserError(f"--top-k ({self.top_k}) must not be negative; 0 draws from all tokens")
         if not 0 < self.top_p <= 1:
@@ -48,7 +48,8 @@ def choose_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
         )
     if sampling.temperature == 0:
         return int(logits.argmax())
-    probabilities, order = torch.softmax(logits.double() / sampling.temperature, dim=-1).sort(descending=True)
+    below_best = logits.double() - logits.max()  # divided by the smallest temperature, the best stays finite
+    probabilities, order = torch.softmax(below_best / sampling.temperature, dim=-1).sort(descending=True)
     kept = torch.ones_like(probabilities, dtype=torch.bool)
     if sampling.top_k > 0:
         kept[sampling.top_k :] = False

@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import ConfigError, MegatronConfig, parse_arguments
-from megatron.config.arguments import _Group, _Reader
+from megatron.config.arguments import _Group, _Reader, add_to_parser
 from megatron.config.megatron_config import all_options, section_classes
-from megatron.config.options import read_words
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.options import read_words, section_options
 from tests.config.conftest import Parse, Refused, command_line
 
 
@@ -369,3 +370,16 @@ def test_whatever_the_values_the_answer_is_a_configuration_or_all_its_problems(
     if config is not None:
         assert MegatronConfig.from_dict(json.loads(config.to_json())) == config
         assert config.problems() == []
+
+
+def test_a_tool_reads_and_explains_the_options_of_a_section_as_a_training_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    options = section_options("optimizer", OptimizerConfig)
+    add_to_parser(parser, [option for option in options if option.field in ("adam_eps", "lr_decay_style")])
+    assert parser.parse_args(["--adam-eps", "1e-6"]) == argparse.Namespace(adam_eps=1e-6, lr_decay_style="linear")
+    for word, complaint in {"nan": "must be a number, 'nan' is not", "x": "must be a number, 'x' is not"}.items():
+        with pytest.raises(argparse.ArgumentError, match=complaint):
+            parser.parse_args(["--adam-eps", word])
+    assert "(more than 0; default: 1e-08)" in " ".join(parser.format_help().split())

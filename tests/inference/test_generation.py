@@ -25,7 +25,15 @@ def test_tokens_are_drawn_by_their_probability() -> None:
     assert drawn(Sampling()) == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.1)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(top_k=1), Sampling(top_p=0.4)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.0),
+        Sampling(temperature=1e-310),
+        Sampling(top_k=1),
+        Sampling(top_p=0.4),
+    ],
+)
 def test_the_most_likely_token_can_be_taken_always(sampling: Sampling) -> None:
     assert drawn(sampling, 50) == [1.0, 0.0, 0.0, 0.0]
 

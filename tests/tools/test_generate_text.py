@@ -80,7 +80,8 @@ def test_a_file_that_the_tokenizer_has_not_is_refused(trained_folder: Path) -> N
     [
         (["--num-tokens", "0"], "--num-tokens (0) must be at least 1"),
         (["--num-tokens", "-3"], "--num-tokens (-3) must be at least 1"),
-        (["--temperature", "-1"], "--temperature (-1.0) must not be negative"),
+        (["--temperature", "-1"], "--temperature (-1.0) must be 0 or more"),
+        (["--temperature", "nan"], "--temperature (nan) must be 0 or more"),
         (["--tokens", "3"], "--tokens: is not a known flag; --num-tokens is the nearest"),
     ],
 )

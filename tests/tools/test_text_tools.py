@@ -204,7 +204,10 @@ def test_the_line_number_is_right_in_a_later_batch(tmp_path: Path) -> None:
         (["--json-keys", "text", "text", *BYTES], "each key can be named once"),
         (["--tokenizer-type", "GPT2BPETokenizer"], "--vocab-file"),
         (["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "none.model"], "none.model"),
-        (["--tokenizer-type", "NullTokenizer", "--vocab-size", "x"], "--vocab-size"),
+        (
+            ["--tokenizer-type", "NullTokenizer", "--vocab-size", "x"],
+            "--vocab-size: must be a whole number, 'x' is not",
+        ),
         (["--tokenizer-type", "NullTokenizer", "--vocab-size", "0"], "--vocab-size 0: must be at least 1"),
         (["--tokenizer-type", "WordTokenizer"], "NullTokenizer"),
         ([*BYTES, "--append-eos"], "--append-eos: is not a known flag; --append-eod is the nearest"),
