@@ -17,6 +17,19 @@ _PATH_FIELDS = ("data_path", "train_data_path", "valid_data_path", "test_data_pa
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Blend:
+    """The datasets of a blend.
+
+    Attributes:
+        prefixes: paths without .bin and .idx.
+        weights: share of the samples that each gives, of any sum; None: as their sizes.
+    """
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """Corpora, how they are divided, and the shape of a sample."""
 
@@ -95,9 +108,16 @@ class DataConfig:
     )
 
     @property
+    def split_text(self) -> str:
+        """--split, or what it is in Megatron-LM when it is not given."""
+        if self.split is not None:
+            return self.split
+        return EVEN_SPLIT if self.mock_data else DEFAULT_SPLIT
+
+    @property
     def split_weights(self) -> tuple[float, float, float]:
         """The shares of training, validation and test, summing to 1. Raises ValueError for a bad --split."""
-        return parse_split(self.split if self.split is not None else default_split(self.mock_data))
+        return parse_split(self.split_text)
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section, files aside."""
@@ -122,10 +142,8 @@ class DataConfig:
 
     def source_problems(self) -> Iterator[Problem]:
         """Whether it is said, and once, where the samples of a training run come from."""
-        yield from source_problems(
-            **{name: getattr(self, name) for name in _PATH_FIELDS}, split=self.split, mock_data=self.mock_data
-        )
         parts = [flag_name(name) for name in _PATH_FIELDS[1:] if getattr(self, name)]
+        yield from self._origin_problems(parts)
         if parts and not self.train_data_path and not self.data_path and not self.mock_data:
             yield Problem(
                 flags=("--train-data-path", *parts),
@@ -140,14 +158,44 @@ class DataConfig:
                 works=f"--split {DEFAULT_SPLIT.replace(' ', '')} or --split 100,0,0",
             )
 
+    def _origin_problems(self, parts: Sequence[str]) -> Iterator[Problem]:
+        """Whether samples come from exactly one of: a blend that is divided, a blend for each part, mock data."""
+        if self.mock_data:
+            for name in ["--data-path"] * bool(self.data_path) + list(parts):
+                yield Problem(
+                    flags=("--mock-data", name),
+                    rule=f"takes the place of a corpus, and {name} names one",
+                    works="one of the two",
+                )
+        elif self.data_path and parts:
+            yield Problem(
+                flags=("--data-path", *parts),
+                rule=f"is divided by --split, and {' and '.join(parts)} give the parts themselves",
+                works="--data-path with --split, or one path for each part",
+            )
+        elif not self.data_path and not parts:
+            yield Problem(
+                flags=("--data-path", "--train-data-path", "--mock-data"),
+                rule="there is nothing to train on",
+                works="--data-path PREFIX (of PREFIX.bin and PREFIX.idx, made by tools/preprocess_data.py), "
+                "--train-data-path PREFIX, or --mock-data",
+            )
+        if parts and not self.data_path and self.split is not None:
+            yield Problem(
+                flags=("--split", *parts),
+                value=self.split,
+                rule=f"divides --data-path, and {' and '.join(parts)} give the parts themselves",
+                works="leave out --split",
+            )
+
     def file_problems(self) -> Iterator[Problem]:
         """Corpora that are not there."""
         for name in _PATH_FIELDS:
             try:
-                prefixes, _ = parse_blend(getattr(self, name))
+                blend = parse_blend(getattr(self, name))
             except ValueError:
                 continue
-            for prefix in dict.fromkeys(prefixes):
+            for prefix in dict.fromkeys(blend.prefixes if blend is not None else ()):
                 missing = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
                 if missing:
                     yield Problem(
@@ -158,57 +206,11 @@ class DataConfig:
                     )
 
 
-def source_problems(
-    *,
-    data_path: Sequence[str],
-    train_data_path: Sequence[str],
-    valid_data_path: Sequence[str],
-    test_data_path: Sequence[str],
-    split: str | None,
-    mock_data: bool,
-) -> Iterator[Problem]:
-    """Whether samples come from exactly one of: a blend that is divided, a blend for each part, mock data."""
-    own = {"train_data_path": train_data_path, "valid_data_path": valid_data_path, "test_data_path": test_data_path}
-    parts = [flag_name(name) for name, path in own.items() if path]
-    if mock_data:
-        for name in ["--data-path"] * bool(data_path) + parts:
-            yield Problem(
-                flags=("--mock-data", name),
-                rule=f"takes the place of a corpus, and {name} names one",
-                works="one of the two",
-            )
-    elif data_path and parts:
-        yield Problem(
-            flags=("--data-path", *parts),
-            rule=f"is divided by --split, and {' and '.join(parts)} give the parts themselves",
-            works="--data-path with --split, or one path for each part",
-        )
-    elif not data_path and not parts:
-        yield Problem(
-            flags=("--data-path", "--train-data-path", "--mock-data"),
-            rule="there is nothing to train on",
-            works="--data-path PREFIX (of PREFIX.bin and PREFIX.idx, made by tools/preprocess_data.py), "
-            "--train-data-path PREFIX, or --mock-data",
-        )
-    if parts and not data_path and split is not None:
-        yield Problem(
-            flags=("--split", *parts),
-            value=split,
-            rule=f"divides --data-path, and {' and '.join(parts)} give the parts themselves",
-            works="leave out --split",
-        )
-
-
 def _train_share(data: DataConfig) -> float:
     try:
         return data.split_weights[0]
     except ValueError:  # which is reported already
         return 1.0
-
-
-def default_split(mock_data: bool) -> str:
-    """`--split` when it is not given, as in Megatron-LM."""
-    return EVEN_SPLIT if mock_data else DEFAULT_SPLIT
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -223,16 +225,15 @@ def parse_split(text: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-def parse_blend(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-    """Prefixes, and their weights as given, or None when none are given: the sizes decide then.
-
-    Raises ValueError with the rule that is broken.
-    """
+def parse_blend(words: Sequence[str]) -> Blend | None:
+    """`prefix …` or `weight prefix weight prefix …`; None for no words. Raises ValueError with the rule."""
+    if not words:
+        return None
     numbers = [_as_number(word) for word in words]
     if len(words) < 2 or all(number is None for number in numbers):
-        if words and numbers[0] is not None and not Path(words[0] + ".idx").exists():
+        if numbers[0] is not None and not Path(words[0] + ".idx").exists():
             raise ValueError(f"{words[0]} is a weight without a prefix")
-        return tuple(words), None
+        return Blend(prefixes=tuple(words))
     if len(words) % 2 or any(number is None for number in numbers[::2]):
         wrong = next((word for word, number in zip(words[::2], numbers[::2], strict=True) if number is None), words[-1])
         raise ValueError(f"some prefixes have weights, so each needs one before it; at {wrong!r} that is not so")
@@ -243,7 +244,7 @@ def parse_blend(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...
             raise ValueError(
                 f"{weight:g} {prefix}: a weight must be a positive number; leave a dataset out to draw nothing from it"
             )
-    return prefixes, weights
+    return Blend(prefixes=prefixes, weights=weights)
 
 
 def _as_number(word: str) -> float | None:

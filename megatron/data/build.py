@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.config.data import default_split, parse_split, source_problems
-from megatron.config.data import parse_blend as read_blend
-from megatron.config.problems import ConfigError, UserError
+from megatron.config.data import Blend, DataConfig, parse_blend
+from megatron.config.problems import UserError
 from megatron.data.blended_dataset import BlendedDataset, BlockedDataset, blend_by_size, blend_by_weights, block_seed
 from megatron.data.gpt_dataset import GPTDataset, build_gpt_index
 from megatron.data.index_cache import IndexCache, user_cache_folder
@@ -30,47 +29,32 @@ GPTDatasets = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blend:
-    """The datasets of a blend.
+class SampleShape:
+    """What Megatron-LM lets a caller vary of samples, and all its trainings have alike.
 
     Attributes:
-        prefixes: paths without .bin and .idx.
-        weights: share of the samples that each gives, of any sum; None: as their sizes.
+        extra_tokens: 1 for the label of the last token of a sample; 0: that label is left out.
+        keep_last_of_valid: validation keeps its last, short sample.
     """
 
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None = None
-
-
-def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend | None:
-    """Read `prefix …` or `weight prefix weight prefix …`; None for no words.
-
-    Raises:
-        ValueError: weights for only some of the prefixes, or a weight that is not positive.
-    """
-    if not words:
-        return None
-    try:
-        prefixes, weights = read_blend(words)
-    except ValueError as error:
-        raise UserError(f"{flag} {' '.join(words)}: {error}") from None
-    return Blend(prefixes=prefixes, weights=weights)
+    extra_tokens: int = 1
+    keep_last_of_valid: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Recipe:
     """What all datasets of a run have in common."""
 
-    sequence_length: int
+    data: DataConfig
+    shape: SampleShape
     vocab_size: int
-    extra_tokens: int
-    keep_last_of_valid: bool
-    mmap: bool
-    cache_folder: Path | None
-    surplus: float
+
+    @property
+    def cache_folder(self) -> Path | None:
+        return None if self.data.data_cache_path is None else Path(self.data.data_cache_path)
 
     def open(self, prefix: str) -> IndexedDataset:
-        return IndexedDataset(prefix, mmap=self.mmap)
+        return IndexedDataset(prefix, mmap=self.data.mmap_bin_files)
 
     def index_cache(self, source: TokenSource) -> IndexCache:
         if isinstance(source, MockTokens):
@@ -91,12 +75,14 @@ class _Recipe:
             split=split,
             requested=requested,
             seed=seed,
-            sequence_length=self.sequence_length,
-            extra_tokens=self.extra_tokens,
-            keep_last=split is Split.VALID and self.keep_last_of_valid,
+            sequence_length=self.data.seq_length,
+            extra_tokens=self.shape.extra_tokens,
+            keep_last=split is Split.VALID and self.shape.keep_last_of_valid,
             cache=self.index_cache(source),
         )
-        dataset = GPTDataset(source, index, split=split, extra_tokens=self.extra_tokens, vocab_size=self.vocab_size)
+        dataset = GPTDataset(
+            source, index, split=split, extra_tokens=self.shape.extra_tokens, vocab_size=self.vocab_size
+        )
         epochs = len(index.document) // max(1, len(elements))
         report = logger.info if len(dataset) else logger.warning
         report(
@@ -140,7 +126,9 @@ class _Recipe:
         shares = normalize(list(blend.weights))
         targets = [math.ceil(requested * weight) for weight in shares]
         datasets = [
-            self.dataset(source, split, documents, math.ceil(target * (1 + self.surplus)), seed, share)
+            self.dataset(
+                source, split, documents, math.ceil(target * (1 + self.data.mid_level_dataset_surplus)), seed, share
+            )
             for (source, documents), target in zip(parts, targets)
         ]
         return blend_by_weights(datasets, blend.prefixes, shares, sum(targets), IndexCache(self.cache_folder))
@@ -164,85 +152,41 @@ def _empty_split(source: TokenSource, split: Split, elements: range, requested: 
 
 
 def build_gpt_datasets(
+    data: DataConfig,
     *,
     num_samples: tuple[Requested, Requested, Requested],
-    seq_length: int,
     seed: int,
     vocab_size: int,
     eod: int,
-    data_path: Sequence[str] = (),
-    train_data_path: Sequence[str] = (),
-    valid_data_path: Sequence[str] = (),
-    test_data_path: Sequence[str] = (),
-    split: str | None = None,
-    mock_data: bool = False,
-    data_cache_path: str | Path | None = None,
-    mid_level_dataset_surplus: float = 0.005,
-    mmap_bin_files: bool = True,
-    add_extra_token: bool = True,
-    drop_last_partial_validation_sequence: bool = True,
+    shape: SampleShape = SampleShape(),
 ) -> GPTDatasets:
     """The training, validation and test samples of a run, in Megatron-LM's order for the same seed.
 
-    The data comes from one blend that `split` divides, from a blend for each split, or is made up. Needs no
+    The data comes from one blend that `--split` divides, from a blend for each split, or is made up. Needs no
     process group: every process that calls it gets the same datasets, and those that share a file system
     share the work.
 
     Args:
+        data: free of problems.
         num_samples: of training, validation and test; the order depends on them. Several numbers are blocks,
             see `BlockedDataset`, and give a dataset of exactly their sum; a single number gives at least that many.
-        seq_length: tokens of a sample.
         seed: of the order.
         vocab_size: ids must be below it.
         eod: end-of-document id, for mock data.
-        data_path: words of `--data-path`: prefixes, or weights and prefixes in turn.
-        train_data_path: words of the blend of one split alone; likewise for the other two.
-        split: `--split`; None: 969, 30, 1, for mock data in equal parts.
-        mock_data: made-up documents in place of files.
-        data_cache_path: folder of the indices; None: beside the data, else the user's cache, else memory.
-        mid_level_dataset_surplus: how much more samples than its share a dataset of a blend is built with.
-        mmap_bin_files: map .bin files; False: read them.
-        add_extra_token: False: the label of the last token of a sample is left out.
-        drop_last_partial_validation_sequence: False: validation keeps its last, short sample.
 
     Returns:
         (train, valid, test); None for a split that has no data by choice (a share of 0, or no path).
 
     Raises:
-        ConfigError: the flags do not fit together.
-        ValueError: a blend or split cannot be read, or a split can not give the samples requested of it.
+        UserError: a split can not give the samples requested of it.
         IndexedDatasetError: a file is missing or damaged.
     """
-    shared = parse_blend(data_path)
-    own = [
-        parse_blend(train_data_path, "--train-data-path"),
-        parse_blend(valid_data_path, "--valid-data-path"),
-        parse_blend(test_data_path, "--test-data-path"),
-    ]
-    problems = list(
-        source_problems(
-            data_path=data_path,
-            train_data_path=train_data_path,
-            valid_data_path=valid_data_path,
-            test_data_path=test_data_path,
-            split=split,
-            mock_data=mock_data,
-        )
-    )
-    if problems:
-        raise ConfigError(problems)
-    recipe = _Recipe(
-        sequence_length=seq_length,
-        vocab_size=vocab_size,
-        extra_tokens=int(add_extra_token),
-        keep_last_of_valid=not drop_last_partial_validation_sequence,
-        mmap=mmap_bin_files,
-        cache_folder=None if data_cache_path is None else Path(data_cache_path),
-        surplus=mid_level_dataset_surplus,
-    )
+    assert not (problems := [*data.problems(), *data.source_problems()]), problems
+    recipe = _Recipe(data=data, shape=shape, vocab_size=vocab_size)
+    own = [parse_blend(path) for path in (data.train_data_path, data.valid_data_path, data.test_data_path)]
     if any(own):
         return _build_own(recipe, own, num_samples, seed)
-    return _build_shared(recipe, shared, split, num_samples, seed, eod)
+    return _build_shared(recipe, num_samples, seed, eod)
 
 
 def _build_own(
@@ -268,28 +212,19 @@ def _build_own(
 
 
 def _build_shared(
-    recipe: _Recipe,
-    shared: Blend | None,
-    split_text: str | None,
-    num_samples: tuple[Requested, Requested, Requested],
-    seed: int,
-    eod: int,
+    recipe: _Recipe, num_samples: tuple[Requested, Requested, Requested], seed: int, eod: int
 ) -> GPTDatasets:
     """All splits from one blend, or from mock data where there is none."""
+    data, shared = recipe.data, parse_blend(recipe.data.data_path)
     sources: list[TokenSource]
     if shared is None:
         sources = [MockTokens(vocab_size=recipe.vocab_size, eod=eod)]
     else:
         sources = [recipe.open(prefix) for prefix in shared.prefixes]
-    if split_text is None:
-        split_text = default_split(mock_data=shared is None)
-        logger.info("--split is not given: %s", split_text)
-    try:
-        shares = parse_split(split_text)
-    except ValueError as error:
-        raise UserError(f"--split {split_text!r}: {error}") from None
-    ranges = [split_ranges(shares, len(source.sequence_lengths)) for source in sources]
-    share = f"--split {split_text!r}"
+    if data.split is None:
+        logger.info("--split is not given: %s", data.split_text)
+    ranges = [split_ranges(data.split_weights, len(source.sequence_lengths)) for source in sources]
+    share = f"--split {data.split_text!r}"
 
     def build(number: int, split: Split, requested: Requested) -> SampleDataset | None:
         elements = [parts for of_source in ranges if (parts := of_source[number]) is not None]

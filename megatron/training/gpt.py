@@ -33,20 +33,11 @@ def gpt_datasets(context: MegatronContext, vocabulary: Vocabulary, counts: Sampl
     """The datasets provider."""
     data, tokenizer = context.config.data, vocabulary.tokenizer
     train, valid, test = build_gpt_datasets(
+        data,
         num_samples=(counts.train, counts.valid, counts.test),
-        seq_length=data.seq_length,
         seed=context.config.training.seed,
         vocab_size=vocabulary.size,
         eod=tokenizer.eod,
-        data_path=data.data_path,
-        train_data_path=data.train_data_path,
-        valid_data_path=data.valid_data_path,
-        test_data_path=data.test_data_path,
-        split=data.split,
-        mock_data=data.mock_data,
-        data_cache_path=data.data_cache_path,
-        mid_level_dataset_surplus=data.mid_level_dataset_surplus,
-        mmap_bin_files=data.mmap_bin_files,
     )
     assert train is not None  # the configuration has refused a run with nothing to train on
     return Datasets(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import ConfigError, TransformerConfig, parse_arguments
+from megatron.config.data import Blend, parse_blend
 from tests.config.conftest import Parse, Refused, command_line
 
 # line, flags left out of the right command line, processes, words of the refusal
@@ -464,6 +465,7 @@ def test_missing_tokenizer_files_and_corpora_are_found_before_the_start(tmp_path
     [
         ("0.5 a b", "have weights"),
         ("0.5 a 0.5", "have weights"),
+        ("a b 1 c", "have weights"),
         ("-1 a 2 b", "must be a positive number"),
         ("0 a 0 b", "must be a positive number"),
         ("3", "without a prefix"),
@@ -472,6 +474,44 @@ def test_missing_tokenizer_files_and_corpora_are_found_before_the_start(tmp_path
 def test_a_blend_that_is_neither_weighted_nor_plain_is_refused(words: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         parse_arguments([*command_line("", "--mock-data"), "--data-path", *words.split()], check_files=False)
+
+
+@pytest.mark.parametrize("weight", ["0", "-0.1", "nan", "inf"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_weight_that_is_not_positive_is_refused_wherever_it_stands(weight: str, place: int) -> None:
+    words = ["0.4", "a", "0.6", "b"]
+    words[2 * place : 2 * place] = [weight, "c"]
+    with pytest.raises(ValueError, match=rf"^{weight} c: a weight must be a positive number"):
+        parse_blend(words)
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("", None),
+        ("a", Blend(prefixes=("a",))),
+        ("a b c", Blend(prefixes=("a", "b", "c"))),
+        ("a b", Blend(prefixes=("a", "b"))),
+        ("0.3 a 0.7 b", Blend(prefixes=("a", "b"), weights=(0.3, 0.7))),
+        ("1 a", Blend(prefixes=("a",), weights=(1.0,))),
+        ("2e1 a 5 b/3", Blend(prefixes=("a", "b/3"), weights=(20.0, 5.0))),
+    ],
+)
+def test_a_data_path_is_prefixes_or_weights_and_prefixes(words: str, expected: Blend | None) -> None:
+    assert parse_blend(words.split()) == expected
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--data-path a --mock-data", "takes the place of a corpus, and --data-path names one"),
+        ("--train-data-path a --split 1,1,1", "divides --data-path, and --train-data-path give the parts"),
+        ("--valid-data-path a", "there is nothing to train on: --valid-data-path give the other parts"),
+        ("", "there is nothing to train on"),
+    ],
+)
+def test_data_comes_from_one_place(line: str, message: str, refused: Refused) -> None:
+    assert message in refused(line, without="--mock-data")
 
 
 def test_parts_of_the_data_are_given_once(refused: Refused) -> None:

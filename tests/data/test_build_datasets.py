@@ -11,17 +11,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.config.data import DataConfig
 from megatron.data.blended_dataset import BlendedDataset, BlockedDataset, block_seed, extend_blocks
-from megatron.data.build import Blend, build_gpt_datasets, parse_blend, token_sources
+from megatron.data.build import build_gpt_datasets, token_sources
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError
 from megatron.data.sample_dataset import SampleDataset
 from tests.data.corpora import numbered_corpus
 
 
-def build(cache: Path, **options: Any) -> list[SampleDataset | None]:
-    defaults = {"num_samples": (4, 0, 0), "seq_length": 4, "seed": 1, "vocab_size": 65536, "eod": 0}
-    return list(build_gpt_datasets(**{**defaults, "data_cache_path": cache, **options}))
+def build(
+    cache: Path,
+    num_samples: tuple[Any, Any, Any] = (4, 0, 0),
+    seed: int = 1,
+    vocab_size: int = 65536,
+    eod: int = 0,
+    **options: Any,
+) -> list[SampleDataset | None]:
+    data = DataConfig(**{"seq_length": 4, "data_cache_path": str(cache), **options})
+    return list(build_gpt_datasets(data, num_samples=num_samples, seed=seed, vocab_size=vocab_size, eod=eod))
 
 
 def read_all(dataset: SampleDataset | None) -> list[list[int]]:
@@ -42,53 +50,14 @@ def test_a_large_index_is_announced_before_it_is_built(
     assert announced.index("building") == 0
 
 
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        ("", None),
-        ("a", Blend(prefixes=("a",))),
-        ("a b c", Blend(prefixes=("a", "b", "c"))),
-        ("a b", Blend(prefixes=("a", "b"))),
-        ("0.3 a 0.7 b", Blend(prefixes=("a", "b"), weights=(0.3, 0.7))),
-        ("1 a", Blend(prefixes=("a",), weights=(1.0,))),
-        ("2e1 a 5 b/3", Blend(prefixes=("a", "b/3"), weights=(20.0, 5.0))),
-    ],
-)
-def test_a_data_path_is_prefixes_or_weights_and_prefixes(words: str, expected: Blend | None) -> None:
-    assert parse_blend(words.split()) == expected
+def test_a_configuration_with_problems_is_not_built_from(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="there is nothing to train on"):
+        build(tmp_path)
 
 
-@pytest.mark.parametrize("words", ["1 a b c", "a b 1 c"])
-def test_weights_for_some_prefixes_only_are_refused(words: str) -> None:
-    with pytest.raises(ValueError, match=r"--train-data-path .*each needs one before it"):
-        parse_blend(words.split(), "--train-data-path")
-
-
-@pytest.mark.parametrize("weight", ["0", "-0.1", "nan", "inf"])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_weight_that_is_not_positive_is_refused_wherever_it_stands(weight: str, place: int) -> None:
-    words = ["0.4", "a", "0.6", "b"]
-    words[2 * place : 2 * place] = [weight, "c"]
-    with pytest.raises(ValueError, match=rf"--data-path .*{weight} c: a weight must be a positive number"):
-        parse_blend(words)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({}, "--data-path: there is nothing to train on"),
-        (
-            {"data_path": ["a"], "mock_data": True},
-            "--mock-data: takes the place of a corpus, and --data-path names one",
-        ),
-        ({"data_path": ["a"], "train_data_path": ["b"]}, "--data-path: is divided by --split, and --train-data-path"),
-        ({"train_data_path": ["b"], "split": "1,1,1"}, "--split 1,1,1: divides --data-path"),
-        ({"data_path": ["nowhere/to/be/found"]}, r"nowhere/to/be/found\.idx: no such file"),
-    ],
-)
-def test_flags_that_do_not_fit_together_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(tmp_path, **options)
+def test_a_corpus_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(IndexedDatasetError, match=r"nowhere/to/be/found\.idx: no such file"):
+        build(tmp_path, data_path=["nowhere/to/be/found"])
 
 
 @pytest.mark.parametrize(
@@ -133,9 +102,9 @@ def test_documents_without_a_token_can_not_give_samples(tmp_path: Path) -> None:
 def test_a_share_of_0_and_a_path_that_is_not_given_are_none(tmp_path: Path) -> None:
     corpus = str(numbered_corpus(tmp_path / "corpus", [8] * 10))
     assert build(tmp_path / "cache", data_path=[corpus], split="1", num_samples=(4, 5, 5))[1:] == [None, None]
-    train, valid, test = build(tmp_path / "cache", valid_data_path=[corpus], num_samples=(4, 5, 5))
-    assert (train, test) == (None, None)
-    assert valid is not None
+    train, valid, test = build(tmp_path / "cache", train_data_path=[corpus], num_samples=(4, 5, 5))
+    assert train is not None
+    assert (valid, test) == (None, None)
 
 
 def test_an_id_outside_the_vocabulary_names_the_dataset(tmp_path: Path) -> None:

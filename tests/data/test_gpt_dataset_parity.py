@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config.data import DataConfig
 from megatron.data import index_builder
 from megatron.data.batches import GPTCollator
 from megatron.data.blended_dataset import BlendedDataset
-from megatron.data.build import build_gpt_datasets
+from megatron.data.build import SampleShape, build_gpt_datasets
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.sample_dataset import SampleDataset
 from tests.data.corpora import FIXTURES
@@ -42,17 +43,22 @@ def build(
         origin = {"data_path": words(config["blend"]), "split": config["split"]}
     else:
         origin = {f"{split}_data_path": words(blend) for split, blend in zip(SPLITS, config["blend_per_split"])}
-    datasets = build_gpt_datasets(
-        num_samples=tuple(params["requested_num_samples"][split] for split in SPLITS),
+    data = DataConfig(
         seq_length=config["sequence_length"],
+        data_cache_path=str(tmp_path / "cache"),
+        mid_level_dataset_surplus=config["mid_level_dataset_surplus"],
+        **origin,
+    )
+    datasets = build_gpt_datasets(
+        data,
+        num_samples=tuple(params["requested_num_samples"][split] for split in SPLITS),
         seed=config["random_seed"],
         vocab_size=70000,
         eod=250,
-        data_cache_path=tmp_path / "cache",
-        mid_level_dataset_surplus=config["mid_level_dataset_surplus"],
-        add_extra_token=config.get("add_extra_token_to_sequence", True),
-        drop_last_partial_validation_sequence=config.get("drop_last_partial_validation_sequence", True),
-        **origin,
+        shape=SampleShape(
+            extra_tokens=int(config.get("add_extra_token_to_sequence", True)),
+            keep_last_of_valid=not config.get("drop_last_partial_validation_sequence", True),
+        ),
     )
     return params, list(datasets)
 

@@ -11,16 +11,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron.config.data import DataConfig
 from megatron.core.file_lock import NoLocksError
 from megatron.data import build as build_module
 from megatron.data import index_cache
-from megatron.data.build import build_gpt_datasets
+from megatron.data.build import SampleShape, build_gpt_datasets
 from megatron.data.index_cache import IndexCache
 from tests.data.corpora import numbered_corpus
 
@@ -243,15 +245,8 @@ def test_an_index_lies_beside_read_only_data_in_the_users_cache(
     monkeypatch.setattr(build_module, "user_cache_folder", lambda: tmp_path / "user")
 
     def build() -> None:
-        build_gpt_datasets(
-            num_samples=(4, 0, 0),
-            seq_length=4,
-            seed=1,
-            vocab_size=1000,
-            eod=0,
-            data_path=[str(corpus)],
-            split="1",
-        )
+        data = DataConfig(data_path=(str(corpus),), split="1", seq_length=4)
+        build_gpt_datasets(data, num_samples=(4, 0, 0), seed=1, vocab_size=1000, eod=0)
 
     corpus.write_text("")  # takes the place of the folder <prefix>/cache/GPTDataset_indices
     build()
@@ -266,10 +261,8 @@ def test_an_index_lies_beside_read_only_data_in_the_users_cache(
 def test_a_corpus_that_was_replaced_gets_an_index_of_its_own(tmp_path: Path) -> None:
     for lengths in ([8, 10] * 5, [10, 8] * 5):  # as many documents and tokens
         corpus = numbered_corpus(tmp_path / "corpus", lengths)
-        train = build_gpt_datasets(
-            num_samples=(4, 0, 0), seq_length=4, seed=1, vocab_size=1000, eod=0, data_path=[str(corpus)],
-            split="1", data_cache_path=tmp_path / "cache",
-        )[0]  # fmt: skip
+        data = DataConfig(data_path=(str(corpus),), split="1", seq_length=4, data_cache_path=str(tmp_path / "cache"))
+        train = build_gpt_datasets(data, num_samples=(4, 0, 0), seed=1, vocab_size=1000, eod=0)[0]
         assert train is not None
         assert all(len(train[number]) == 5 for number in range(len(train)))
     manifests = sorted((tmp_path / "cache").glob("*.json"))
@@ -282,22 +275,22 @@ def test_a_corpus_that_was_replaced_gets_an_index_of_its_own(tmp_path: Path) -> 
 def test_an_entry_is_found_by_all_that_its_content_depends_on(tmp_path: Path) -> None:
     """Each call differs from the first in one thing; with a shared cache it gets what it gets without one."""
     corpus = numbered_corpus(tmp_path / "corpus", [9, 0, 30, 4] * 5)
-    first: dict[str, Any] = {
-        "num_samples": (None, None, None), "seq_length": 4, "seed": 1, "vocab_size": 1000, "eod": 0,
-        "data_path": [str(corpus)], "split": "60,40,0",
-    }  # fmt: skip
+    first: dict[str, Any] = {"num_samples": (None, None, None), "seed": 1, "vocab_size": 1000, "eod": 0}
+    data = DataConfig(data_path=(str(corpus),), split="60,40,0", seq_length=4)
     changes: list[dict[str, Any]] = [
         {},
         {"num_samples": (200, 100, None)},
-        {"seq_length": 5},
+        {"data": replace(data, seq_length=5)},
         {"seed": 2},
-        {"split": "50,50,0"},
-        {"add_extra_token": False},
-        {"drop_last_partial_validation_sequence": False},
+        {"data": replace(data, split="50,50,0")},
+        {"shape": SampleShape(extra_tokens=0)},
+        {"shape": SampleShape(keep_last_of_valid=True)},
     ]
 
     def indices(cache: Path, change: dict[str, Any]) -> list[bytes]:
-        splits = build_gpt_datasets(**{**first, **change, "data_cache_path": cache})[:2]
+        settings = {"data": data, **first, **change}
+        settings["data"] = replace(settings["data"], data_cache_path=str(cache))
+        splits = build_gpt_datasets(**settings)[:2]
         return [
             getattr(split.index, kind).tobytes()  # type: ignore[union-attr]
             for split in splits
