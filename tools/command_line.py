@@ -1,17 +1,15 @@
 """What every tool does with its command line: arguments, progress, and errors in one line."""
 
 import argparse
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
 
 from megatron.config.problems import UserError, unknown_flag
+from megatron.training.failures import exiting
 
 # No watching thread: the tools fork, and a thread that holds a lock at that moment would hang the child.
 tqdm.monitor_interval = 0
@@ -44,24 +42,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_tool(main: Callable[[], None]) -> None:
-    """Call a tool's main; what its user can mend becomes one line on stderr and exit status 2, Ctrl-C status 130."""
-    try:
-        main()
-    except UserError as error:
-        _refuse(str(error))
-    except BrokenPipeError:  # `| head` has seen enough; nothing more is to be written, nor when Python ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
-    except OSError as error:
-        _refuse(": ".join(str(part) for part in (error.filename, error.strerror or error) if part))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-
-
-def _refuse(text: str) -> NoReturn:
-    print(f"{Path(sys.argv[0]).name}: error: {text}", file=sys.stderr)
-    sys.exit(2)
+    """Call a tool's main; it ends as `exiting` says, and a file that cannot be read or written is for its user too."""
+    with exiting():
+        try:
+            main()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            parts = (error.filename, error.strerror or error)
+            raise UserError(": ".join(str(part) for part in parts if part)) from error
 
 
 def progress(total: int, what: str, *, unit: str) -> "tqdm[Any]":

@@ -1,21 +1,19 @@
-"""How a run ends that cannot go on: each reason is said once, however many ranks have it."""
+"""How a program ends that cannot go on: for a reason that its user can mend, with that reason and without a traceback.
+
+The tools end in the same way. Those for texts do without torch, which takes seconds to import, and so does this file.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import os
+import select
+import signal
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron.config.problems import UserError
-from megatron.training.initialize import MegatronContext
-
-# Rank 0 may hold the store that the other ranks look into, so it is the last to leave, but not for long.
-_PATIENCE = 2.0
 
 
 class NonFiniteError(UserError, FloatingPointError):
@@ -27,40 +25,48 @@ class LauncherGone(Exception):
 
 
 @contextmanager
-def exit_on_user_error(context: MegatronContext) -> Iterator[None]:
-    """End the program with exit code 2 and one message when the user can mend what went wrong.
+def exiting(
+    speaks: Callable[[BaseException], bool] = lambda why: True,
+    *,
+    said_by: str = "",
+    interrupted: str = "interrupted",
+) -> Iterator[None]:
+    """End the program with one message and an exit status for what is no bug.
 
-    That is what `UserError` is for. Any other exception is a bug or a failing machine, and keeps its traceback.
+    The status is 2 for a `UserError`, 1 for `LauncherGone`, 130 for Ctrl-C, and 141, without a word, when nobody reads
+    the output any more, as after `| head`. Any other exception is a bug or a failing machine, and keeps its traceback.
+
+    Args:
+        speaks: whether this process is the one of several that says why. It may wait for that one to have spoken.
+        said_by: stands after the text of a `UserError`.
+        interrupted: what is said after Ctrl-C.
     """
     try:
         yield
-    except UserError as error:
-        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        if _first_to_say(context, text):
-            print(f"{Path(sys.argv[0]).name}: error: {text} (rank {context.state.rank})", file=sys.stderr, flush=True)
-        sys.exit(2)
-    except LauncherGone as end:
-        if context.state.rank == 0:
-            print(end, file=sys.stderr, flush=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        if context.state.rank == 0:
-            print("interrupted; the last checkpoint stays as it is", file=sys.stderr, flush=True)
-        sys.exit(130)
+    except (UserError, LauncherGone, KeyboardInterrupt) as why:
+        if isinstance(why, UserError):
+            status, text = 2, f"{Path(sys.argv[0]).name}: error: {reason(why)}{said_by}"
+        elif isinstance(why, LauncherGone):
+            status, text = 1, str(why)
+        else:
+            status, text = 128 + signal.SIGINT, interrupted
+        if speaks(why):
+            print(text, file=sys.stderr, flush=True)
+        sys.exit(status)
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes at its end
+        sys.exit(128 + signal.SIGPIPE)
 
 
-def _first_to_say(context: MegatronContext, text: str) -> bool:
-    """Whether no other rank has said this yet."""
-    if context.store is None:
-        return True
-    key = "said-" + hashlib.sha256(text.encode()).hexdigest()
-    try:
-        first = bool(context.store.add(key, 1) == 1)
-        deadline = time.monotonic() + _PATIENCE
-        while context.state.rank == 0 and context.store.add(key, 0) < context.state.world.size:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        return first
-    except dist.DistError:  # the rank that holds the store is gone: better twice than never
-        return True
+def reason(why: UserError) -> str:
+    """The text of an error, with the notes about where it happened."""
+    return "\n".join([str(why), *getattr(why, "__notes__", ())])
+
+
+def _nobody_reads() -> bool:
+    """Whether the other end of stdout is closed."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # an error is reported whatever is asked for
+    return any(event & select.POLLERR for _, event in output.poll(0))

@@ -6,15 +6,17 @@ The only file that reads the environment.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -24,14 +26,17 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megatron.config.arguments import ExtraArgsProvider, parse_arguments
 from megatron.config.megatron_config import MegatronConfig
-from megatron.config.problems import ConfigError, UserError
+from megatron.config.problems import UserError
 from megatron.core import device as devices
 from megatron.core import parallel_state
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel.random import RngStateTracker, model_parallel_rng_tracker
+from megatron.training.failures import exiting, reason
 
-# Seconds that a rank which says nothing waits for the one that says why the program ends.
-_PATIENCE = 5.0
+# A launcher ends all ranks when the first one leaves: seconds that a silent rank leaves to the one that says why.
+_TIME_TO_SPEAK = 5.0
+# Rank 0 may hold the store that the others ask whether to speak, so it leaves last: seconds that it waits for them.
+_TIME_TO_ASK = 2.0
 # Ranks of a node that `--print-parallel-groups --world-size N` assumes when nothing was launched.
 DEFAULT_RANKS_PER_NODE = 8
 
@@ -64,6 +69,32 @@ class MegatronContext:
             pp_rank=self.state.pipeline.rank,
             device=self.device,
         )
+
+    def exiting(self) -> AbstractContextManager[None]:
+        """Ends the program as `failures.exiting` does, each reason being said once, however many ranks have it."""
+        return exiting(
+            self._speaks,
+            said_by=f" (rank {self.state.rank})",
+            interrupted="interrupted; the last checkpoint stays as it is",
+        )
+
+    def _speaks(self, why: BaseException) -> bool:
+        """The first rank that has a reason; rank 0 where all have the same one, and the store may be gone."""
+        if not isinstance(why, UserError):
+            return self.state.rank == 0
+        if self.store is None:
+            return True
+        key = "said-" + hashlib.sha256(reason(why).encode()).hexdigest()
+        try:
+            first = bool(self.store.add(key, 1) == 1)
+            deadline = time.monotonic() + _TIME_TO_ASK
+            while self.state.rank == 0 and self.store.add(key, 0) < self.state.world.size:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+            return first
+        except dist.DistError:  # the rank that holds the store is gone: better twice than never
+            return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,21 +229,18 @@ def initialize_megatron(
         LaunchError: ranks are missing or too many, or the launch environment is incomplete.
     """
     if argv_or_config is None:
-        return _or_exit(lambda: _initialize(sys.argv[1:], extra_args_provider))
+        with exiting(_speaks_at_the_start):
+            return _initialize(sys.argv[1:], extra_args_provider)
     return _initialize(argv_or_config, extra_args_provider)
 
 
-def _or_exit(start: Callable[[], MegatronContext]) -> MegatronContext:
-    try:
-        return start()
-    except (ConfigError, LaunchError) as error:
-        # A file that is missing on one node is an error there alone, so one rank of each node speaks.
-        first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
-        if error.speaks if isinstance(error, LaunchError) else first:
-            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
-        else:  # a launcher ends all ranks when the first one leaves: let the one that speaks be that one
-            time.sleep(_PATIENCE)
-        sys.exit(2)
+def _speaks_at_the_start(why: BaseException) -> bool:
+    """One rank of each node, as a file that is missing on one node is an error there alone."""
+    first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+    speaks = why.speaks if isinstance(why, LaunchError) else first
+    if isinstance(why, UserError) and not speaks:
+        time.sleep(_TIME_TO_SPEAK)
+    return speaks
 
 
 def _initialize(
@@ -230,7 +258,7 @@ def _initialize(
             extra_args_provider,
             world_size=launch.world_size,
             launched=launch.launched,
-            say=print if launch.rank == 0 else lambda text: None,
+            say=partial(print, flush=True) if launch.rank == 0 else lambda text: None,
         )
     # What the rooms below say (an index is built, waited for, kept in memory): one voice a node, the rest warn only.
     logging.basicConfig(format="%(message)s")
@@ -251,7 +279,8 @@ def _initialize(
                 f"  {launch_line(world_size)}\nor add --print-parallel-groups to print the map of that world and stop",
                 speaks=launch.rank == 0,
             )
-        print(parallel_state.describe_groups(grid, [f"node{r // DEFAULT_RANKS_PER_NODE}" for r in range(world_size)]))
+        nodes = [f"node{rank // DEFAULT_RANKS_PER_NODE}" for rank in range(world_size)]
+        print(parallel_state.describe_groups(grid, nodes), flush=True)
         sys.exit(0)
     try:
         backend = devices.choose_backend(parallel.distributed_backend)

@@ -14,7 +14,6 @@ from megatron.optimizer.build import build_optimizer
 from megatron.optimizer.param_scheduler import OnLoad, build_param_scheduler
 from megatron.training.checkpoints import load_run, open_checkpoint, progress_of
 from megatron.training.data_loaders import DatasetsProvider, build_loaders
-from megatron.training.failures import exit_on_user_error
 from megatron.training.hooks import (
     Evaluation,
     Exits,
@@ -74,11 +73,20 @@ def pretrain(
     """
     if context is None:
         context = initialize_megatron(extra_args_provider=extra_args_provider)
-        with exit_on_user_error(context):
-            run = pretrain(datasets_provider, model_provider, forward_step, context=context)
+        with context.exiting():
+            run = _pretrain(context, datasets_provider, model_provider, forward_step)
         if dist.is_initialized():
             dist.destroy_process_group()
         return run
+    return _pretrain(context, datasets_provider, model_provider, forward_step)
+
+
+def _pretrain(
+    context: MegatronContext,
+    datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+) -> Run:
     run = build_run(context, datasets_provider, model_provider, forward_step)
     train(run)
     barrier(context.state.world)

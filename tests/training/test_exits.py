@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpointing import read_tracker
-from megatron.training.failures import LauncherGone, exit_on_user_error
+from megatron.training.failures import LauncherGone
 from megatron.training.pretrain import train
 from megatron.training.run import Hook, Run
 from tests.helpers.launch import Launched, launch_tiny, rows_of
@@ -157,7 +157,7 @@ def test_the_end_of_the_launcher_is_said_by_rank_0_alone(capsys: pytest.CaptureF
     for rank in (0, 1):
         config = tiny_config(world_size=1)
         context = replace(context_of_rank(config, 0, 1), state=replace(context_of_rank(config, 0, 1).state, rank=rank))
-        with pytest.raises(SystemExit, match="1"), exit_on_user_error(context):
+        with pytest.raises(SystemExit, match="1"), context.exiting():
             raise LauncherGone("torchrun is gone")
     assert capsys.readouterr().err == "torchrun is gone\n"
 

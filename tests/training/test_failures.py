@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.config.problems import UserError
-from megatron.training.failures import exit_on_user_error
+from megatron.training.failures import exiting
 from megatron.training.initialize import MegatronContext
-from tests.helpers.launch import pretrain_tiny
-from tests.helpers.tiny import CORPUS, context_of_rank, tiny_config
+from tests.helpers.launch import launch, pretrain_gpt, pretrain_tiny
+from tests.helpers.tiny import CORPUS, TINY_GPT, context_of_rank, tiny_config
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -45,7 +47,7 @@ def context_with_store() -> MegatronContext:
 def test_the_same_reason_is_said_once_and_another_one_too(capsys: pytest.CaptureFixture[str]) -> None:
     context = context_with_store()
     for reason in ("the disk is full", "the disk is full", "the file is damaged"):
-        with pytest.raises(SystemExit, match="2"), exit_on_user_error(context):
+        with pytest.raises(SystemExit, match="2"), context.exiting():
             raise UserError(reason)
     said = capsys.readouterr().err
     assert said.count("the disk is full") == 1
@@ -55,5 +57,39 @@ def test_the_same_reason_is_said_once_and_another_one_too(capsys: pytest.Capture
 @pytest.mark.parametrize("kind", [ValueError, FloatingPointError])
 def test_a_bug_keeps_its_traceback(kind: type[Exception]) -> None:
     """Such as an overflow that numpy or a user's own code raises."""
-    with pytest.raises(kind, match="a bug"), exit_on_user_error(context_with_store()):
+    with pytest.raises(kind, match="a bug"), context_with_store().exiting():
         raise kind("a bug")
+
+
+# ---- output that nobody reads ----
+
+
+def pretrain_before_head() -> None:
+    """As a process that nobody launched, and whose output goes to a `head` that has seen enough."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[name]
+    reading, writing = os.pipe()
+    os.dup2(writing, 1)
+    os.close(reading)
+    pretrain_gpt()
+
+
+MAP = ["--print-parallel-groups", "--world-size", "2048"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [*TINY_GPT, "--print-config"], MAP, TINY_GPT])
+def test_a_reader_that_has_seen_enough_ends_the_program_quietly(arguments: Sequence[str], tmp_path: Path) -> None:
+    outcome = launch(pretrain_before_head, arguments, ranks=1, folder=tmp_path).wait()
+    assert outcome.codes == [141]
+    assert "Broken" not in outcome.err[0]
+
+
+def broken_inside() -> None:
+    with exiting():
+        raise BrokenPipeError("of a socket")
+
+
+def test_another_broken_pipe_than_that_of_the_output_keeps_its_traceback(tmp_path: Path) -> None:
+    outcome = launch(broken_inside, [], ranks=1, folder=tmp_path).wait()
+    assert outcome.codes == [1]
+    assert "BrokenPipeError: of a socket" in outcome.err[0]

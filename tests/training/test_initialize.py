@@ -205,7 +205,7 @@ def test_a_wrong_argument_is_printed_by_rank_0_alone_and_ends_all_ranks_with_cod
     assert outcome.err[1] == outcome.out[1] == ""
 
 
-@pytest.mark.parametrize("local_rank, waits", [("0", []), ("1", [initialize._PATIENCE])])
+@pytest.mark.parametrize("local_rank, waits", [("0", []), ("1", [initialize._TIME_TO_SPEAK])])
 def test_a_rank_that_says_nothing_lets_the_one_that_speaks_leave_first(
     local_rank: str, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
