@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import storage
-from megatron.checkpointing.errors import CheckpointError, NoCheckpointError, agree, listing
+from megatron.checkpointing.errors import CheckpointError, NoCheckpointError
 from megatron.checkpointing.index import Index, StoredTensor, check_cover, check_version, parse_index, parse_json
 from megatron.checkpointing.resharding import Transfer, misfit, transfers
 from megatron.checkpointing.slices import HeldBox, held_boxes
+from megatron.config.problems import listing
+from megatron.core.agreement import agree
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import NamedTensor
 
@@ -81,7 +83,7 @@ class Checkpoint:
         asked = list(tensors)
         phase = f"loading {self.folder}"
         keys = sorted(self.tensors)
-        found = agree(world, phase, lambda: self._fits(asked, keys))
+        found = agree(world, phase, lambda: self._fits(asked, keys), raises=CheckpointError)
         used = [any(marks) for marks in zip(*found, strict=True)]
         surplus = [
             f"{key} {self.tensors[key].shape}: in the checkpoint only"
@@ -91,7 +93,7 @@ class Checkpoint:
         if surplus:
             raise CheckpointError(f"{phase}: {len(surplus)} tensors are in no rank's model:\n{listing(surplus)}")
         summaries: list[LoadSummary] = []
-        agree(world, phase, lambda: summaries.append(self._read(asked)))
+        agree(world, phase, lambda: summaries.append(self._read(asked)), raises=CheckpointError)
         return summaries[0]
 
     def _fits(self, asked: Sequence[NamedTensor], keys: Sequence[str]) -> bytes:
@@ -190,7 +192,7 @@ def load_checkpoint(root: str | os.PathLike[str], *, world: CommGroup, step: int
         opened.append(checkpoint)
         return checkpoint.iteration, checkpoint.identity
 
-    identities = agree(world, f"opening a checkpoint in {root}", open_one)
+    identities = agree(world, f"opening a checkpoint in {root}", open_one, raises=CheckpointError)
     for rank, identity in enumerate(identities):
         if identity != identities[0]:
             raise CheckpointError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import storage
-from megatron.checkpointing.errors import CheckpointError, agree
+from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.index import (
     DTYPE_NAMES,
     VERSION,
@@ -23,6 +23,7 @@ from megatron.checkpointing.index import (
     parse_index,
 )
 from megatron.checkpointing.slices import held_boxes
+from megatron.core.agreement import agree
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import NamedTensor
 from megatron.core.whole_file import sync_folder
@@ -59,15 +60,16 @@ def save_checkpoint(
     save = Save(root=Path(root), iteration=iteration, rank=world.rank, metadata=metadata)
     phase = f"saving iteration {iteration} to {root}"
     try:
-        plans = agree(world, phase, lambda: save.prepare(tensors if writes else ()))
+        plans = agree(world, phase, lambda: save.prepare(tensors if writes else ()), raises=CheckpointError)
         if plans[0].free_bytes < sum(plan.planned_bytes for plan in plans):
             raise CheckpointError(
                 f"{phase}: {sum(plan.planned_bytes for plan in plans):,} bytes are needed, "
                 f"{plans[0].free_bytes:,} are free"
             )
-        shares = agree(world, phase, save.write)
-        agree(world, phase, lambda: save.publish([name for name in shares if name is not None]))
-    except CheckpointError:
+        shares = agree(world, phase, save.write, raises=CheckpointError)
+        written = [name for name in shares if name is not None]
+        agree(world, phase, lambda: save.publish(written), raises=CheckpointError)
+    except Exception:
         save.discard()
         raise
     return storage.iteration_folder(Path(root), iteration)

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+_MOST_LISTED = 20
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
@@ -90,6 +92,14 @@ def unknown_flag(typed: str, names: Iterable[str], *, shown: str = "") -> Proble
     nearest = nearest_name(typed.lstrip("-").replace("_", "-"), bare, likeness=0.7)
     works = f"{bare[nearest]} is the nearest" if nearest else "--help lists all flags"
     return Problem(flags=(shown or typed,), rule="is not a known flag", works=works)
+
+
+def listing(lines: Sequence[str]) -> str:
+    """The lines, indented, the first twenty of them."""
+    shown = [f"  {line}" for line in lines[:_MOST_LISTED]]
+    if len(lines) > _MOST_LISTED:
+        shown.append(f"  ... and {len(lines) - _MOST_LISTED} more")
+    return "\n".join(shown)
 
 
 def words_or(values: Iterable[object]) -> str:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from io import FileIO
@@ -21,6 +21,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from megatron.config.logging import LoggingConfig
 from megatron.config.problems import UserError
+from megatron.core.agreement import agree
 from megatron.core.collectives import all_gather_object, all_reduce_
 from megatron.training.checkpoints import save_run
 from megatron.training.failures import LauncherGone, NonFiniteError
@@ -116,9 +117,12 @@ class JsonLog(Hook):
         self._file: FileIO | None = None
 
     def on_start(self, run: Run) -> None:
-        _open_together(run, f"--log-json {self._path}", self._open)
+        what = f"opening --log-json {self._path}"
+        agree(run.state.world, what, lambda: self._open(run), raises=UserError)
 
-    def _open(self) -> None:
+    def _open(self, run: Run) -> None:
+        if not run.logs:
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a+b", buffering=0)
         if self._file.tell() > 0:
@@ -146,23 +150,6 @@ class JsonLog(Hook):
             self._file.close()
 
 
-def _open_together(run: Run, what: str, open_it: Callable[[], None]) -> None:
-    """Open a log on the rank that reports. Where it can not, all ranks say why, as none may wait for it.
-
-    Raises:
-        UserError: on all ranks.
-    """
-    problem = None
-    try:
-        if run.logs:
-            open_it()
-    except OSError as error:
-        problem = error.strerror or str(error)
-    for found in all_gather_object(problem, run.state.world):
-        if found is not None:
-            raise UserError(f"{what} can not be written ({found}); give a place that can")
-
-
 def _warn_without(what: str, error: Exception) -> None:
     """A log is not worth a training: what fails after the start is said once, and the run goes on without it."""
     print(f"warning: {what} can not be written any more ({error}); the run goes on without it", flush=True)
@@ -180,9 +167,12 @@ class TensorBoard(Hook):
         self._excepthook = threading.excepthook
 
     def on_start(self, run: Run) -> None:
-        _open_together(run, f"--tensorboard-dir {self._config.tensorboard_dir}", lambda: self._open(run))
+        what = f"opening --tensorboard-dir {self._config.tensorboard_dir}"
+        agree(run.state.world, what, lambda: self._open(run), raises=UserError)
 
     def _open(self, run: Run) -> None:
+        if not run.logs:
+            return
         assert self._config.tensorboard_dir is not None
         iteration, samples = run.progress.iteration, run.progress.consumed_train_samples
         stale, kept = _points_before_resume(self._config.tensorboard_dir, iteration, samples)

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron.checkpointing import CheckpointError, list_checkpoints
-from megatron.checkpointing.errors import agree
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.megatron_config import MegatronConfig
+from megatron.core.agreement import agree
 from megatron.core.file_lock import FileLock, NoLocksError, holder_of, try_lock
 from megatron.core.parallel_state import ParallelState
 
@@ -85,7 +85,7 @@ def claim_save_folder(config: MegatronConfig, state: ParallelState) -> SaveFolde
         if state.rank == 0:
             folder.claim(config.checkpoint, patience)
 
-    agree(state.world, f"preparing --save {folder.path}", claim)
+    agree(state.world, f"preparing --save {folder.path}", claim, raises=CheckpointError)
     return folder
 
 
