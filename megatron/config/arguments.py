@@ -69,12 +69,13 @@ def parse_arguments(
         reader.read_entries(entries)
     reader.read_flags(flags)
     extra_values = reader.read_extra(extra)
-    if reader.value("print_parallel_groups") and reader.value("world_size") not in (None, world_size or 1):
+    if not launched and reader.value("print_parallel_groups") and reader.value("world_size") not in (None, world_size):
         purpose, world_size = "layout", None  # another world is printed, and nothing run
     if print_config and not launched:
         world_size = None
     config = reader.build(purpose)
-    config = reader.with_world_size(config, world_size)
+    if world_size is not None:
+        config = reader.on(config, world_size)
     problems = reader.all_problems(config, purpose=purpose, check_files=check_files)
     if print_config:
         say(dump_yaml(config.to_dict(), reader.origins()).rstrip("\n"))
@@ -352,16 +353,13 @@ class _Reader:
         built = {name: section(**sections[name]) for name, section in section_classes().items()}
         return MegatronConfig(**built)
 
-    def with_world_size(self, config: MegatronConfig, started: int | None) -> MegatronConfig:
-        """The configuration with the number of processes that a launcher has started."""
-        wanted = config.parallel.world_size
-        if started is None:
+    def on(self, config: MegatronConfig, world_size: int) -> MegatronConfig:
+        """The configuration on the started processes; as it is, with a problem, when it names another number."""
+        try:
+            return config.on(world_size)
+        except ConfigError as error:
+            self.problems += error.problems
             return config
-        if wanted is not None and wanted != started:
-            rule = f"is not the number of processes that the launcher has started, {started}"
-            works = "leave out --world-size; or start that many processes"
-            self.problems.append(Problem(flags=("--world-size",), value=wanted, rule=rule, works=works))
-        return replace(config, parallel=replace(config.parallel, world_size=started))
 
     def all_problems(self, config: MegatronConfig, *, purpose: Purpose, check_files: bool) -> list[Problem]:
         """Problems of reading, then those of the rules whose flags could all be read."""

@@ -79,44 +79,55 @@ class MegatronConfig:
 
     # ---- derived sizes ----
 
-    def world_size(self, world_size: int | None = None) -> int:
-        """Processes: the given number, else --world-size. Raises ValueError when neither is known."""
-        size = world_size if world_size is not None else self.parallel.world_size
-        if size is None:
-            raise ValueError("the number of processes is not known: give world_size, or --world-size N")
-        return size
+    def on(self, world_size: int) -> MegatronConfig:
+        """The configuration on that many started processes. Raises ConfigError when --world-size names another number.
 
-    def data_parallel_size(self, world_size: int | None = None) -> int:
+        The sizes below need it, or --world-size; without either they raise ValueError.
+        """
+        wanted = self.parallel.world_size
+        if wanted not in (None, world_size):
+            rule = f"is not the number of processes that the launcher has started, {world_size}"
+            works = "leave out --world-size; or start that many processes"
+            raise ConfigError([Problem(flags=("--world-size",), value=wanted, rule=rule, works=works)])
+        return dataclasses.replace(self, parallel=dataclasses.replace(self.parallel, world_size=world_size))
+
+    @property
+    def data_parallel_size(self) -> int:
         """Replicas of the model. Raises ConfigError when TP x PP x CP does not divide the processes."""
-        size = self.world_size(world_size)
+        size = self.parallel.world_size
+        if size is None:
+            raise ValueError("the number of processes is not known: give --world-size N, or config.on(N)")
         problems = list(_world_size_problems(self, size))
         if problems:
             raise ConfigError(problems)
         return size // self.parallel.model_parallel_size
 
-    def global_batch_size(self, world_size: int | None = None) -> int:
+    @property
+    def global_batch_size(self) -> int:
         """Samples of one step, after any ramp-up."""
         if self.training.global_batch_size is not None:
             return self.training.global_batch_size
-        return self.training.micro_batch_size * self.data_parallel_size(world_size)
+        return self.training.micro_batch_size * self.data_parallel_size
 
-    def train_samples(self, world_size: int | None = None) -> int:
+    @property
+    def train_samples(self) -> int:
         """Samples of the whole run."""
         if self.training.train_samples is not None:
             return self.training.train_samples
         if self.training.train_iters is None:
             raise ValueError("the length of the run is not given: --train-iters N or --train-samples N")
-        return self.training.train_iters * self.global_batch_size(world_size)
+        return self.training.train_iters * self.global_batch_size
 
-    def schedule_lengths(self, world_size: int | None = None) -> ScheduleLengths:
+    @property
+    def schedule_lengths(self) -> ScheduleLengths:
         """Lengths of the schedules in samples; iterations count as full global batches, as in Megatron-LM."""
-        optimizer, total = self.optimizer, self.train_samples(world_size)
+        optimizer, total = self.optimizer, self.train_samples
         if self.training.train_samples is not None:
             decay = total if optimizer.lr_decay_samples is None else optimizer.lr_decay_samples
             warmup: float = optimizer.lr_warmup_samples
             wsd_decay = optimizer.lr_wsd_decay_samples
         else:
-            batch = self.global_batch_size(world_size)
+            batch = self.global_batch_size
             decay = total if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters * batch
             warmup = optimizer.lr_warmup_iters * batch
             last = optimizer.lr_wsd_decay_iters
@@ -139,17 +150,12 @@ class MegatronConfig:
 
     # ---- rules ----
 
-    def problems(
-        self, *, world_size: int | None = None, purpose: Purpose = "training", check_files: bool = True
-    ) -> list[Problem]:
+    def problems(self, *, purpose: Purpose = "training", check_files: bool = True) -> list[Problem]:
         """Every rule that the configuration breaks: those of single values, of the sections and between them.
 
         A value that is not allowed by itself has the nearest one in its place for the rules that relate it to others,
         so that each of those is computed from sizes within their limits; what they say about that flag is left out.
         """
-        if world_size is not None and world_size != self.parallel.world_size:
-            parallel = dataclasses.replace(self.parallel, world_size=world_size)
-            return dataclasses.replace(self, parallel=parallel).problems(purpose=purpose, check_files=check_files)
         found: list[Problem] = []
         allowed: dict[str, Any] = {}
         for name in section_classes():
@@ -181,14 +187,12 @@ class MegatronConfig:
             world_problems = list(_world_size_problems(self, world_size))
             found += world_problems
             if purpose == "training" and not world_problems:
-                found += _batch_problems(self, world_size // self.parallel.model_parallel_size)
+                found += _batch_problems(self, self.data_parallel_size)
         return found
 
-    def validate(
-        self, *, world_size: int | None = None, purpose: Purpose = "training", check_files: bool = True
-    ) -> None:
+    def validate(self, *, purpose: Purpose = "training", check_files: bool = True) -> None:
         """Raise ConfigError with every problem, if there is one."""
-        problems = self.problems(world_size=world_size, purpose=purpose, check_files=check_files)
+        problems = self.problems(purpose=purpose, check_files=check_files)
         if problems:
             raise ConfigError(problems)
 
@@ -509,12 +513,10 @@ def _sample_problems(config: MegatronConfig) -> Iterator[Problem]:
 
 def _known_batch(config: MegatronConfig) -> int | None:
     """Samples of the global batch; None where that needs a number of processes that is not known, or does not fit."""
-    training, parallel = config.training, config.parallel
-    if training.global_batch_size is not None:
-        return training.global_batch_size
-    if parallel.world_size is None or parallel.world_size % parallel.model_parallel_size:
+    try:
+        return config.global_batch_size
+    except ValueError:
         return None
-    return training.micro_batch_size * (parallel.world_size // parallel.model_parallel_size)
 
 
 def _world_size_problems(config: MegatronConfig, world_size: int) -> Iterator[Problem]:

@@ -70,6 +70,16 @@ class MegatronContext:
             device=self.device,
         )
 
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for the run: the last one, which holds the output and so the losses."""
+        return self.state.rank == self.state.world.size - 1
+
+    def say(self, text: str) -> None:
+        """Print on the rank that speaks for the run."""
+        if self.reports:
+            print(text, flush=True)
+
     def exiting(self) -> AbstractContextManager[None]:
         """Ends the program as `failures.exiting` does, each reason being said once, however many ranks have it."""
         return exiting(
@@ -250,8 +260,8 @@ def _initialize(
     launch = read_launch_environment(os.environ)
     extra = argparse.Namespace()
     if isinstance(argv_or_config, MegatronConfig):
-        config = argv_or_config
-        config.validate(world_size=launch.world_size)
+        config = argv_or_config.on(launch.world_size)
+        config.validate()
     else:
         config, extra = parse_arguments(
             argv_or_config,
@@ -264,7 +274,8 @@ def _initialize(
     logging.basicConfig(format="%(message)s")
     logging.getLogger("megatron").setLevel(logging.INFO if launch.local_rank == 0 else logging.ERROR)
     parallel = config.parallel
-    world_size = parallel.world_size or launch.world_size
+    world_size = parallel.world_size
+    assert world_size is not None
     grid = parallel_state.grid_of_world(
         world_size,
         tensor=parallel.tensor_model_parallel_size,
@@ -272,13 +283,7 @@ def _initialize(
         context=parallel.context_parallel_size,
         order=parallel.rank_order,
     )
-    if world_size != launch.world_size:
-        if not parallel.print_parallel_groups or launch.launched:
-            raise LaunchError(
-                f"--world-size {world_size}, but {launch.world_size} rank(s) were started; start\n"
-                f"  {launch_line(world_size)}\nor add --print-parallel-groups to print the map of that world and stop",
-                speaks=launch.rank == 0,
-            )
+    if world_size != launch.world_size:  # the map of another world is asked for, and nothing else
         nodes = [f"node{rank // DEFAULT_RANKS_PER_NODE}" for rank in range(world_size)]
         print(parallel_state.describe_groups(grid, nodes), flush=True)
         sys.exit(0)
@@ -298,12 +303,7 @@ def _initialize(
         nodes=nodes,
         timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
     )
-    if state.rank == 0:
-        if parallel.print_parallel_groups:
-            print(state, flush=True)
-        for warning in _node_warnings(state, config):
-            print(f"warning: {warning}", flush=True)
-    return MegatronContext(
+    context = MegatronContext(
         config=config,
         state=state,
         device=device,
@@ -312,6 +312,11 @@ def _initialize(
         started=started,
         launcher=parent if launch.watched else None,
     )
+    if parallel.print_parallel_groups:
+        context.say(str(state))
+    for warning in _node_warnings(state, config):
+        context.say(f"warning: {warning}")
+    return context
 
 
 def _join_world(

@@ -100,7 +100,7 @@ def build_run(
     forward_step: ForwardStep,
 ) -> Run:
     """Everything that training needs, at the position of the checkpoint that `--load` names."""
-    save_folder = claim_save_folder(context.config, context.state)
+    save_folder = claim_save_folder(context)
     try:
         return _build_run(context, datasets_provider, model_provider, forward_step, save_folder)
     except BaseException:
@@ -117,10 +117,10 @@ def _build_run(
     save_folder: SaveFolder | None,
 ) -> Run:
     config, state, device = context.config, context.state, context.device
-    checkpoint = open_checkpoint(config, state)
+    checkpoint = open_checkpoint(context)
     progress = progress_of(checkpoint, config)
     batch_sizes = BatchSizeSchedule(
-        global_batch_size=config.global_batch_size(state.world.size),
+        global_batch_size=config.global_batch_size,
         micro_batch_size=config.training.micro_batch_size,
         data_parallel_size=state.data.size,
         rampup=config.training.rampup_batch_size,
@@ -138,9 +138,7 @@ def _build_run(
         context, vocabulary, datasets_provider, batch_sizes=batch_sizes, train_iters=train_iters, progress=progress
     )
     run = Run(
-        config=config,
-        state=state,
-        device=device,
+        context=context,
         chunks=chunks,
         executor=build_executor(context, layout, chunks),
         forward_step=forward_step,
@@ -150,9 +148,7 @@ def _build_run(
             model_group=state.model,
             count_zeros=config.logging.log_num_zeros_in_grad,
         ),
-        scheduler=build_param_scheduler(
-            config.optimizer, config.schedule_lengths(state.world.size), on_load=_schedule_on_load(context)
-        ),
+        scheduler=build_param_scheduler(config.optimizer, config.schedule_lengths, on_load=_schedule_on_load(context)),
         batch_sizes=batch_sizes,
         plans=plan_builder(config, layout),
         loaders=loaders,
@@ -164,8 +160,7 @@ def _build_run(
         ),
         progress=progress,
     )
-    if state.rank == 0:
-        print(describe(context, layout, vocabulary, chunks[0].module, parameters), flush=True)
+    context.say(describe(context, layout, vocabulary, chunks[0].module, parameters))
     if checkpoint is not None:
         load_run(run, checkpoint)
     run.hooks = build_hooks(context, save_folder)
@@ -215,7 +210,7 @@ def train(run: Run) -> None:
             hook.on_start(run)
         end = 0 if run.config.training.skip_train else run.train_iters
         if not run.config.training.skip_train and run.progress.iteration >= end:
-            run.print(f"nothing to train: {run.progress.iteration} of {end} iterations are done")
+            run.say(f"nothing to train: {run.progress.iteration} of {end} iterations are done")
         while run.progress.iteration < end and run.stop_reason is None:
             report = train_step(run)
             for hook in run.hooks:
@@ -227,4 +222,4 @@ def train(run: Run) -> None:
         for hook in run.hooks:
             hook.close()
     if run.stop_reason is not None:
-        run.print(f"stopped after iteration {run.progress.iteration}: {run.stop_reason}")
+        run.say(f"stopped after iteration {run.progress.iteration}: {run.stop_reason}")

@@ -234,10 +234,10 @@ def test_the_started_processes_become_the_world_size(parse: Parse) -> None:
 
 def test_printing_the_groups_of_any_world_needs_neither_model_nor_data() -> None:
     line = "--tensor-model-parallel-size 8 --context-parallel-size 2 --world-size 1536 --print-parallel-groups"
-    config, _ = parse_arguments(line.split(), world_size=1)
-    assert config.data_parallel_size() == 96
+    config, _ = parse_arguments(line.split(), world_size=1, launched=False)
+    assert config.data_parallel_size == 96
     with pytest.raises(ConfigError, match="16 processes, which do not divide the 1535"):
-        parse_arguments(line.replace("1536", "1535").split())
+        parse_arguments(line.replace("1536", "1535").split(), launched=False)
 
 
 def test_printing_the_groups_of_the_started_world_runs_it_so_all_rules_hold() -> None:

@@ -95,12 +95,13 @@ def test_the_launch_lines_that_ask_for_nothing_refused_are_accepted() -> None:
 def test_the_175b_line_is_read_as_it_was_meant() -> None:
     config = outcome(next(line for line in LINES if line["id"] == "LA049"))
     assert isinstance(config, MegatronConfig)
-    assert config.data_parallel_size(1024) == 8
-    assert config.global_batch_size(1024) == 1536
+    config = config.on(1024)
+    assert config.data_parallel_size == 8
+    assert config.global_batch_size == 1536
     assert config.training.rampup_batch_size == (16, 16, 5859375)
     assert config.data.data_path[::2] == ("0.2", "0.3", "0.5")
     assert config.optimizer.precision == "fp16"
-    lengths = config.schedule_lengths(1024)
+    lengths = config.schedule_lengths
     assert (lengths.warmup, lengths.decay) == (183105, 126953125)
 
 

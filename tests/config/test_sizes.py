@@ -50,7 +50,7 @@ def test_the_ramps_that_megatron_lm_runs_are_accepted_and_the_one_on_which_it_fa
         config = parse(line, without="--train-iters", world_size=world_size)
         rows = table["rows"]
         assert isinstance(rows, list)
-        assert config.global_batch_size() == max(row[2] for row in rows)
+        assert config.global_batch_size == max(row[2] for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -63,26 +63,26 @@ def test_the_ramps_that_megatron_lm_runs_are_accepted_and_the_one_on_which_it_fa
 )
 def test_replicas_follow_from_the_number_of_processes(parse: Parse, line: str, world_size: int, replicas: int) -> None:
     config = parse(line, world_size=world_size)
-    assert config.data_parallel_size() == replicas
+    assert config.data_parallel_size == replicas
 
 
 def test_the_global_batch_is_one_micro_batch_a_replica_when_not_given(parse: Parse) -> None:
     config = parse("", without="--global-batch-size", world_size=4)
-    assert config.global_batch_size() == 8
-    assert config.train_samples() == 800
+    assert config.global_batch_size == 8
+    assert config.train_samples == 800
 
 
 def test_sizes_that_depend_on_an_unknown_number_of_processes_say_so(parse: Parse) -> None:
     config = parse("", without="--global-batch-size")
     with pytest.raises(ValueError, match="--world-size"):
-        config.global_batch_size()
+        _ = config.global_batch_size
     with pytest.raises(ConfigError, match="8 processes, which do not divide the 6 started"):
-        parse("--tensor-model-parallel-size 8").data_parallel_size(6)
+        _ = parse("--tensor-model-parallel-size 8").on(6).data_parallel_size
 
 
 def test_schedules_count_samples(parse: Parse) -> None:
     config = parse("--lr-warmup-iters 5 --lr-decay-iters 50 --lr-decay-style WSD --lr-wsd-decay-iters 10", world_size=1)
-    lengths = config.schedule_lengths()
+    lengths = config.schedule_lengths
     assert (lengths.warmup, lengths.decay, lengths.wsd_decay, lengths.weight_decay_ramp) == (
         80,
         800,
@@ -90,10 +90,18 @@ def test_schedules_count_samples(parse: Parse) -> None:
         1600,
     )
     config = parse("--train-samples 1000 --lr-warmup-fraction 0.1", without="--train-iters", world_size=1)
-    lengths = config.schedule_lengths()
+    lengths = config.schedule_lengths
     assert (lengths.warmup, lengths.decay, lengths.wsd_decay, lengths.weight_decay_ramp) == (
         100,
         1000,
         None,
         1000,
     )
+
+
+def test_the_number_of_processes_is_one_fact(parse: Parse) -> None:
+    config = parse("")
+    assert config.on(4).parallel.world_size == 4
+    assert config.on(4).on(4) == config.on(4)
+    with pytest.raises(ConfigError, match=r"--world-size 4: is not the number of processes .* has started, 8"):
+        config.on(4).on(8)

@@ -73,7 +73,7 @@ def check_command(words: Sequence[str]) -> None:
     elif program == "tensorboard":
         assert rest[0] == "--logdir", words
     elif program == "python" and rest[0] == _PROGRAM:
-        check_training(rest[1:], world_size=1)
+        check_training(rest[1:], world_size=1, launched=False)
     elif program == "python" and rest[0].startswith("tools/"):
         check_tool(ROOT / rest[0], rest[1:])
     else:
@@ -101,11 +101,11 @@ def check_slurm(program: str, words: Sequence[str]) -> None:
     check_training(rest[2:], world_size=int(options["--nodes"]) * int(options["--ntasks-per-node"]))
 
 
-def check_training(words: Sequence[str], *, world_size: int) -> None:
+def check_training(words: Sequence[str], *, world_size: int, launched: bool = True) -> None:
     """As a rank of that world would read them; whether files are there is not looked at."""
     prints_and_ends = pytest.raises(SystemExit, match="0") if "--print-config" in words else nullcontext()
     with prints_and_ends:
-        parse_arguments(words, world_size=world_size, check_files=False, say=lambda text: None)
+        parse_arguments(words, world_size=world_size, launched=launched, check_files=False, say=lambda text: None)
 
 
 def check_tool(tool: Path, words: Sequence[str]) -> None:

@@ -56,7 +56,7 @@ def build(
     config = tiny_config(*arguments, world_size=world_size)
     if training is not None:
         config = replace(config, training=training)
-        config.validate(world_size=world_size)
+        config.validate()
     run = build_run(context_of_rank(config, rank, world_size), gpt_datasets, gpt_model, forward_step)
     recorder = Recorder()
     run.hooks = [recorder, *run.hooks]

@@ -40,7 +40,7 @@ def readers() -> dict[str, set[str]]:
                 node.func.attr
                 for node in ast.walk(tree)
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-            } & {"data_parallel_size", "global_batch_size", "model_vocab_size", "padded_vocab_size", "schedule_lengths"}
+            } & {"model_vocab_size", "padded_vocab_size"}
             continue
         for function in functions(tree):
             if "problems" not in function.name and not function.name.startswith("_check"):
