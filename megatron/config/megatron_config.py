@@ -206,7 +206,7 @@ class MegatronConfig:
         if model.fast_attention_dropout:
             return [
                 f"--attention-dropout {dropout} is drawn by torch's attention kernel (--fast-attention-dropout): its "
-                "masks follow from --seed, but depend on the layout"
+                "masks follow from --seed, but depend on --tensor-model-parallel-size and --micro-batch-size"
             ]
         heads, length = model.num_attention_heads // self.parallel.tensor_model_parallel_size, self.data.seq_length
         # The softmax is kept in fp32 or wider, what is left of it after dropout in the precision of the activations.

@@ -134,7 +134,10 @@ class TransformerConfig:
     )
     fast_attention_dropout: bool = field(
         default=False,
-        metadata=flag("Let the attention kernel draw its dropout: faster, and its masks depend on the layout."),
+        metadata=flag(
+            "Let the attention kernel draw its dropout: faster, and its masks depend on the tensor-parallel and "
+            "micro-batch sizes."
+        ),
     )
     init_method_std: float = field(default=0.02, metadata=flag("Standard deviation of the initial weights.", above=0))
     embedding_init_method_std: float | None = field(

@@ -12,8 +12,9 @@ from megatron.config.transformer import TransformerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import Init, Piece, even_pieces
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import eagerly
 from megatron.core.tensor_parallel.placement import Placement
-from megatron.core.tensor_parallel.random import DropoutStream, attention_dropout
+from megatron.core.tensor_parallel.random import DropoutStream, attention_dropout, torch_draws
 from megatron.model.dropout_sites import ATTENTION_WEIGHTS
 from megatron.model.init import output_std
 from megatron.model.norms import Norm
@@ -162,7 +163,11 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Each query's mean of the values: [s, b, a/t, d] and twice [s, b, g/t, d] -> [s, b, a d/t]."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, a/t or g/t, s, d]
-        if drops_weights(self.config, dropout):
+        if dropout is None or self.config.attention_dropout == 0.0:
+            context = fused_attention(query, key, value, mask)
+        elif self.config.fast_attention_dropout:
+            context = eagerly(self._fused_attention_with_dropout, query, key, value, mask, dropout)
+        else:
             assert mask is not None
             weights = attention_dropout(
                 attention_weights(query, key, mask),
@@ -173,10 +178,14 @@ class SelfAttention(nn.Module):
                 head_offset=self.heads.first,
             )
             context = weighted_values(weights, value)
-        else:
-            probability = 0.0 if dropout is None else self.config.attention_dropout
-            context = fused_attention(query, key, value, mask, dropout_probability=probability)
         return context.permute(2, 0, 1, 3).flatten(2)  # [b, a/t, s, d] -> [s, b, a d/t]
+
+    def _fused_attention_with_dropout(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: DropoutStream
+    ) -> Tensor:
+        """`fused_attention` whose kernel draws the masks: another one for each run of heads of each layer."""
+        with torch_draws(dropout, layer=self.layer, site=ATTENTION_WEIGHTS, start=self.heads.first):
+            return fused_attention(query, key, value, mask, dropout_probability=self.config.attention_dropout)
 
 
 def drops_weights(config: TransformerConfig, dropout: DropoutStream | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,6 +19,9 @@ from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.training.metrics import StepReport
 from megatron.training.run import Loader, Microbatch, Run
 
+# What runs through the chunks: a micro-batch, and its dropout unless it is evaluated.
+Fed = tuple[Microbatch, DropoutStream | None]
+
 
 def train_step(run: Run) -> StepReport:
     """Train on the next global batch and count it in `run.progress`."""
@@ -31,7 +33,7 @@ def train_step(run: Run) -> StepReport:
         read = run.loaders.train.microbatches(progress.consumed_train_samples, batch.num_microbatches)
         counts = global_counts(read, state.data_context, run.device)
         divisors = _divisors(run, read, counts)
-        microbatches = [microbatch.to(run.device) for microbatch in read]
+        microbatches = [_with_dropout(run, microbatch) for microbatch in read]
 
     learning_rate, weight_decay, loss_scale = scheduler.lr, scheduler.weight_decay, optimizer.loss_scale
     for chunk in run.chunks:
@@ -40,7 +42,7 @@ def train_step(run: Run) -> StepReport:
         sums = run.executor.run(
             run.plans(batch.num_microbatches, False),
             microbatches,
-            _forward_step(run, training=True),
+            _forward_step(run),
             divisors=divisors,
             loss_scale=loss_scale,
             forward_only=False,
@@ -91,19 +93,18 @@ def _any_is_not_finite(losses: Mapping[str, float], run: Run) -> bool:
     return bool(flag)
 
 
-def _forward_step(run: Run, *, training: bool) -> ChunkForward[Microbatch]:
-    """The user's forward step with the dropout of this iteration, or with none for evaluation."""
+def _with_dropout(run: Run, microbatch: Microbatch) -> Fed:
+    """The micro-batch on the run's device, and the dropout of this iteration over its samples."""
     seed, iteration = run.config.training.seed, run.progress.iteration
-    draws = training and run.config.model.fast_attention_dropout and run.config.model.attention_dropout > 0
+    dropout = DropoutStream(seed=seed, iteration=iteration, sample_ids=microbatch.sample_ids, device=run.device)
+    return microbatch.to(run.device), dropout
 
-    def forward_step(
-        microbatch: Microbatch, chunk: nn.Module, hidden_states: Tensor | None
-    ) -> Tensor | Mapping[str, Tensor]:
-        dropout = DropoutStream(seed=seed, iteration=iteration, sample_ids=microbatch.sample_ids) if training else None
-        if draws:  # torch's attention draws from its global generator, which so has the seed of this very forward
-            number = [each.module for each in run.chunks].index(chunk)
-            place = (iteration, int(microbatch.sample_ids[0]), run.state.model.rank, number)
-            torch.manual_seed(int.from_bytes(hashlib.sha256(str((seed, *place)).encode()).digest()[:8]) >> 1)
+
+def _forward_step(run: Run) -> ChunkForward[Fed]:
+    """The user's forward step over what a micro-batch comes with."""
+
+    def forward_step(fed: Fed, chunk: nn.Module, hidden_states: Tensor | None) -> Tensor | Mapping[str, Tensor]:
+        microbatch, dropout = fed
         return run.forward_step(microbatch, chunk, hidden_states, dropout)
 
     return forward_step
@@ -177,8 +178,8 @@ def evaluate(run: Run, loader: Loader, split: str, iterations: int, consumed: in
         read = loader.microbatches(consumed + done * batch_size, num_microbatches)
         losses = run.executor.run(
             run.plans(num_microbatches, True),
-            [microbatch.to(run.device) for microbatch in read],
-            _forward_step(run, training=False),
+            [(microbatch.to(run.device), None) for microbatch in read],
+            _forward_step(run),
             divisors=None,
             loss_scale=1.0,
             forward_only=True,

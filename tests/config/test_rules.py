@@ -429,7 +429,7 @@ def test_the_price_of_attention_dropout_is_known_at_the_start(parse: Parse) -> N
     assert "4 heads x 1024 x 1024 x 2 samples x 6 bytes" in note
     assert "--fast-attention-dropout" in note
     (note,) = parse("--fast-attention-dropout").start_notes()
-    assert "masks follow from --seed, but depend on the layout" in note
+    assert "masks follow from --seed, but depend on --tensor-model-parallel-size and --micro-batch-size" in note
     assert parse("--attention-dropout 0").start_notes() == []
 
 

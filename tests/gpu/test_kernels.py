@@ -21,7 +21,7 @@ from megatron.model.attention import attention_weights, fused_attention, weighte
 from megatron.model.masks import alibi_slopes, attention_mask
 from tests.gpu.runs import CPU, CUDA
 from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_reference_error
-from tests.optimizer.test_adam_kernel import HYPER, RUNS, tensors
+from tests.optimizer.test_adam_kernel import HYPER, SPANS, tensors
 
 pytestmark = pytest.mark.gpu
 
@@ -65,9 +65,9 @@ def test_adamw_is_the_reference(dtype: torch.dtype, step: int, gradient_scale: f
     mine = [tensor.to(CUDA) for tensor in tensors(dtype)]
     low_precision = torch.zeros(mine[0].shape, dtype=torch.bfloat16, device=CUDA)
     plain, exact = tensors(dtype), tensors(torch.float64)
-    adamw_(*mine, runs=RUNS, hyper=hyper, low_precision=low_precision)
-    adamw_reference_(*plain, runs=RUNS, hyper=hyper)
-    adamw_reference_(*exact, runs=RUNS, hyper=hyper)
+    adamw_(*mine, spans=SPANS, hyper=hyper, low_precision=low_precision)
+    adamw_reference_(*plain, spans=SPANS, hyper=hyper)
+    adamw_reference_(*exact, spans=SPANS, hyper=hyper)
     for name, i in (("parameter", 0), ("exp_avg", 2), ("exp_avg_sq", 3)):
         assert_as_exact(mine[i], plain[i], exact[i], name)
     assert_bitwise(low_precision, mine[0].bfloat16(), "copy in low precision")
@@ -79,7 +79,7 @@ def test_adamw_is_the_reference(dtype: torch.dtype, step: int, gradient_scale: f
 def dropped(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], sample_dim: int) -> tuple[Tensor, Tensor]:
     """Ones after dropout, and their gradient."""
     stream = DropoutStream(
-        seed=7, iteration=11, sample_ids=torch.arange(shape[sample_dim], device=device) * 2**33 + 2**40
+        seed=7, iteration=11, sample_ids=torch.arange(shape[sample_dim]) * 2**33 + 2**40, device=device
     )
     ones = torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
     starts = tuple(0 if dim == sample_dim else 5 * dim for dim in range(len(shape)))

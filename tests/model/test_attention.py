@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import Piece
@@ -242,21 +244,46 @@ def test_dropout_is_a_matter_of_the_call_not_of_the_model() -> None:
     assert_bitwise(plain, build(tiny_config())(tokens, position_ids, labels=labels))
 
 
-def test_fast_attention_dropout_draws_from_the_generator_of_torch() -> None:
-    config = tiny_config(attention_dropout=0.5, fast_attention_dropout=True)
-    model = build(config)
+FAST = {"attention_dropout": 0.5, "fast_attention_dropout": True}
+
+
+def test_fast_attention_dropout_follows_from_the_stream_and_leaves_the_generator_of_torch_alone() -> None:
+    model = build(tiny_config(**FAST))
     tokens, position_ids, labels = batch()
     outputs = []
-    for seed in (1, 1, 2):
+    for seed, iteration in ((1, 1), (2, 1), (2, 2)):
         torch.manual_seed(seed)
-        outputs.append(model(tokens, position_ids, labels=labels, dropout=stream(2)))
+        before = torch.get_rng_state()
+        outputs.append(model(tokens, position_ids, labels=labels, dropout=stream(2, iteration)))
+        assert torch.equal(torch.get_rng_state(), before)
     assert_bitwise(outputs[1], outputs[0])
     assert not torch.equal(outputs[2], outputs[0])
 
 
+@pytest.mark.parametrize("dropout", [FAST, {"attention_dropout": 0.5}], ids=["fast", "explicit"])
+def test_a_layer_that_is_computed_again_in_the_backward_has_the_same_gradients(dropout: dict[str, Any]) -> None:
+    """Nothing keeps the state of a generator for it."""
+    model = build(tiny_config(**dropout, hidden_dropout=0.1))
+    tokens, position_ids, labels = batch()
+    results = []
+    for recomputed in (False, True):
+        model.zero_grad()
+        with pytest.MonkeyPatch.context() as patch:
+            for layer in model.decoder.layers.values() if recomputed else ():
+                again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                patch.setattr(layer, "forward", again)
+            model(tokens, position_ids, labels=labels, dropout=stream(2)).mean().backward()
+        results.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    for name, gradient in results[0].items():
+        assert_bitwise(results[1][name], gradient, name)
+
+
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "alibi"])
-def test_compiled_layers_compute_the_same(architecture: str) -> None:
-    config = tiny_config(**ARCHITECTURES[architecture], hidden_dropout=0.1, attention_dropout=0.1)
+def test_compiled_layers_compute_the_same(architecture: str, fast: bool) -> None:
+    config = tiny_config(
+        **ARCHITECTURES[architecture], hidden_dropout=0.1, attention_dropout=0.1, fast_attention_dropout=fast
+    )
     results = []
     for compiled in (False, True):
         model = build(config)

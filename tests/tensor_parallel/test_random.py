@@ -16,10 +16,12 @@ from megatron.core.tensor_parallel.random import (
     DropoutStream,
     HiddenDropout,
     RngStateTracker,
+    _absorb,
     attention_dropout,
     dropout,
     model_parallel_rng_tracker,
     model_parallel_seed,
+    torch_draws,
 )
 from tests.helpers.numerics import assert_bitwise
 from tests.tensor_parallel.ranks import placed
@@ -260,6 +262,29 @@ def test_bits_are_those_of_unsigned_arithmetic(p: float) -> None:
                 for i in range(40)
             ]
             assert mask[position, column].tolist() == expected
+
+
+@pytest.mark.parametrize("seed", [0, -7, 2**63 - 1, 2**70])
+def test_a_key_on_the_host_is_that_of_a_tensor(seed: int) -> None:
+    on_host, in_tensor = 0, torch.zeros((), dtype=torch.int64)
+    for index in (seed, 100, 2**33, 7 * 256 + 2):
+        on_host, in_tensor = _absorb(on_host, index), _absorb(in_tensor, index)
+        assert on_host == int(in_tensor)
+
+
+def test_torch_draws_from_each_place_other_numbers_and_goes_on_as_if_it_had_not() -> None:
+    def drawn(samples: list[int], layer: int = 3, site: int = 1, start: int = 0) -> tuple[float, ...]:
+        with torch_draws(stream(samples=torch.tensor(samples)), layer=layer, site=site, start=start):
+            return tuple(torch.rand(4).tolist())
+
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    first = torch.rand(1)
+    places = [drawn([4]), drawn([5]), drawn([4], layer=4), drawn([4], site=2), drawn([4], start=8)]
+    assert torch.equal(torch.cat([first, torch.rand(1)]), expected)
+    assert len(set(places)) == len(places)
+    assert drawn([4]) == drawn([4, 6]) == places[0]
 
 
 def test_masks_never_change() -> None:

@@ -8,31 +8,34 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from pretrain_gpt import forward_step
 from tests.helpers.distributed import run_distributed
+from tests.helpers.numerics import assert_parity
 from tests.training.runs import rows_on_ranks, trained
 
 FAST = ["--fast-attention-dropout", "--attention-dropout", "0.2", "--train-iters", "4"]
 PIPELINE = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
 
 
-def generator_seeds(*arguments: str) -> list[int]:
-    """That of torch's generator in each forward of a run."""
+def drawn_seeds(*arguments: str) -> list[int]:
+    """That of torch's generator in each attention of a run."""
     seeds: list[int] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
 
-    def watched(*parts: Any) -> Tensor | dict[str, Tensor]:
+    def watched(*parts: Any, **keywords: Any) -> torch.Tensor:
         seeds.append(torch.initial_seed())
-        return forward_step(*parts)
+        return attention(*parts, **keywords)
 
-    trained(*FAST, *arguments, forward_step=watched)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+        run, _ = trained(*FAST, *arguments)
+    assert len(seeds) == 4 * 8 * run.config.model.num_layers  # iterations × micro-batches × layers
     return seeds
 
 
-def test_each_forward_draws_from_a_generator_of_its_own_that_follows_from_the_seed() -> None:
-    first, again, other = generator_seeds(), generator_seeds(), generator_seeds("--seed", "4321")
-    assert len(first) == len(set(first)) == 4 * 8  # iterations × micro-batches
+def test_each_attention_draws_from_a_generator_of_its_own_that_follows_from_the_seed() -> None:
+    first, again, other = drawn_seeds(), drawn_seeds(), drawn_seeds("--seed", "4321")
+    assert len(set(first)) == len(first)
     assert first == again
     assert not set(first) & set(other)
 
@@ -58,3 +61,13 @@ def test_a_resumed_run_is_the_one_that_was_never_stopped(layout: list[str], tmp_
     parts = [losses_of(run_distributed(rows_on_ranks, ranks, *arguments, *save)) for _ in range(2)]
     assert [len(part) for part in parts] == [2, 2]
     assert [*parts[0], *parts[1]] == whole
+
+
+@pytest.mark.parametrize(
+    "layout, ranks", [(PIPELINE, 2), (["--pipeline-model-parallel-size", "1"], 2)], ids=["pipeline", "data-parallel"]
+)
+def test_pipeline_and_data_parallel_sizes_change_no_mask(layout: list[str], ranks: int) -> None:
+    expected = losses_of(run_distributed(rows_on_ranks, 1, *FAST, "--fp64"))
+    got = losses_of(run_distributed(rows_on_ranks, ranks, *FAST, "--fp64", *layout))
+    got = got[: len(expected)]  # with data parallelism each rank reports the same
+    assert_parity(torch.tensor(got, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64))

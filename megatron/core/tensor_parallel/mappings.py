@@ -40,11 +40,14 @@ _all_hidden = partial(all_gather, dim=-1)
 
 def apply_eagerly(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """Run an autograd function as it is written; a caller under `torch.compile` breaks its graph here."""
-    apply = function.apply
+    return eagerly(function.apply, *arguments)
+
+
+def eagerly(function: Callable[..., Tensor], *arguments: Any, **keywords: Any) -> Tensor:
+    """The same for any function."""
     if torch.compiler.is_compiling():  # only then: the decorator imports the compiler, which takes seconds
-        apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
-    output: Tensor = apply(*arguments)  # type: ignore[no-untyped-call]
-    return output
+        function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return function(*arguments, **keywords)
 
 
 class _Region(torch.autograd.Function):

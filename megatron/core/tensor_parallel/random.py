@@ -13,6 +13,9 @@ indices; rows are few, so this is done in int64 without haste. An element is its
 32-bit hash of its column by a multiply, xor-shift, multiply round: seven passes of wrapping int32
 arithmetic. Indices stay 64 bits wide up to the column hash, so tensors of more than 2^31 elements and any
 global offset are fine.
+
+A kernel that drops by itself draws from torch's generator, which `torch_draws` gives a seed for this one call, by the
+same chain: it depends on the shapes and on the kernel, and on nothing that was drawn before.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.core.device import to_device
 from megatron.core.tensor_parallel.mappings import apply_eagerly
 from megatron.core.tensor_parallel.placement import Placement
 
@@ -36,6 +40,7 @@ def _signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
+_HOST = torch.device("cpu")
 _GOLDEN_64 = _signed(0x9E3779B97F4A7C15, 64)
 _SPLITMIX_1 = _signed(0xBF58476D1CE4E5B9, 64)
 _SPLITMIX_2 = _signed(0x94D049BB133111EB, 64)
@@ -51,19 +56,26 @@ _CPU_CHUNK = 1 << 18
 _ACCELERATOR_CHUNK = 1 << 26
 
 
-def _mix(keys: Tensor) -> Tensor:
+Keys = TypeVar("Keys", int, Tensor)
+
+
+def _wrap(keys: Keys) -> Keys:
+    """Modulo 2^64, as int64 does it by itself."""
+    return _signed(keys, 64) if isinstance(keys, int) else keys
+
+
+def _mix(keys: Keys) -> Keys:
     """The splitmix64 finalizer: a bijection of int64; each input bit flips each output bit half the time."""
     # Right shifts of signed integers copy the sign; the masks make them logical.
-    keys = (keys ^ ((keys >> 30) & 0x3FFFFFFFF)) * _SPLITMIX_1
-    keys = (keys ^ ((keys >> 27) & 0x1FFFFFFFFF)) * _SPLITMIX_2
+    keys = _wrap((keys ^ ((keys >> 30) & 0x3FFFFFFFF)) * _SPLITMIX_1)
+    keys = _wrap((keys ^ ((keys >> 27) & 0x1FFFFFFFFF)) * _SPLITMIX_2)
     return keys ^ ((keys >> 31) & 0x1FFFFFFFF)
 
 
-def _absorb(keys: Tensor, values: Tensor | int) -> Tensor:
+def _absorb(keys: Keys, values: Keys | int) -> Keys:
     """Extend each key by one more index, any integer; broadcasts."""
-    if isinstance(values, int):
-        return _mix(keys + _signed((values + 1) * _GOLDEN_64, 64))
-    return _mix(keys + (values + 1) * _GOLDEN_64)
+    step = _signed((values + 1) * _GOLDEN_64, 64) if isinstance(values, int) else (values + 1) * _GOLDEN_64
+    return _mix(_wrap(keys + step))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,19 +85,24 @@ class DropoutStream:
     Attributes:
         seed: seed of the run.
         iteration: training iteration, so that a sample seen again gets another mask.
-        sample_ids: [b] int64, which sample of the run (not of the micro-batch) each column of the batch is.
-        keys: [b] int64, one key per sample; derived.
+        sample_ids: [b] int64 on the host, which sample of the run (not of the micro-batch) each column of the batch is.
+        device: where the masks are made.
+        keys: [b] int64 on `device`, one key per sample; derived.
+        first_key: that of the first sample, on the host; derived.
     """
 
     seed: int
     iteration: int
     sample_ids: Tensor
+    device: torch.device = _HOST
     keys: Tensor = field(init=False)
+    first_key: int = field(init=False)
 
     def __post_init__(self) -> None:
         start = torch.zeros_like(self.sample_ids, dtype=torch.int64)
-        keys = _absorb(_absorb(start, self.seed), self.iteration)
-        object.__setattr__(self, "keys", _absorb(keys, self.sample_ids.to(torch.int64)))
+        keys = _absorb(_absorb(_absorb(start, self.seed), self.iteration), self.sample_ids.to(torch.int64))
+        object.__setattr__(self, "keys", to_device(keys, self.device))
+        object.__setattr__(self, "first_key", int(keys[0]))
 
 
 def _row_keys(sample_keys: Tensor, shape: Sequence[int], starts: Sequence[int], sample_dim: int) -> Tensor:
@@ -206,8 +223,12 @@ def dropout(
     assert len(starts) == x.dim(), f"{starts} for {tuple(x.shape)}"
     assert 0 <= sample_dim < x.dim() - 1, f"samples in dimension {sample_dim} of {x.dim()}"
     assert x.shape[sample_dim] == stream.keys.shape[0], f"{tuple(x.shape)} for {stream.keys.shape[0]} samples"
+    return apply_eagerly(_Dropout, x, stream.keys, p, _salt(layer, site), starts, sample_dim)
+
+
+def _salt(layer: int, site: int) -> int:
     assert 0 <= site < 256, f"dropout site {site}"
-    return apply_eagerly(_Dropout, x, stream.keys, p, layer * 256 + site, starts, sample_dim)
+    return layer * 256 + site
 
 
 class HiddenDropout(nn.Module):
@@ -247,6 +268,32 @@ def attention_dropout(
     return dropout(probabilities, p, stream, layer=layer, site=site, sample_dim=0, starts=starts)
 
 
+@contextmanager
+def torch_draws(stream: DropoutStream, *, layer: int, site: int, start: int) -> Iterator[None]:
+    """Let torch's generator for the stream's device follow, inside the block, from the stream and the place alone.
+
+    The generator is as it was after the block, and the host waits for no device.
+
+    Args:
+        layer: global number of the layer.
+        site: which dropout of the layer, 0 to 255.
+        start: global index of what this rank's part of the tensor begins with.
+    """
+    generator = _default_generator(stream.device)
+    present = generator.get_state()
+    generator.manual_seed(_absorb(_absorb(stream.first_key, _salt(layer, site)), start))
+    try:
+        yield
+    finally:
+        generator.set_state(present)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[device.index or 0]
+
+
 class RngStateTracker:
     """Named states of torch's own generator, for users' layers that draw from it: `F.dropout`, `torch.randn`.
 
@@ -269,7 +316,7 @@ class RngStateTracker:
             raise ValueError(f"seed {seed} of random state {name!r} is in use by another state")
         self._seeds.add(seed)
         present = self._get()
-        self._generator().manual_seed(seed)
+        _default_generator(self.device).manual_seed(seed)
         self._states[name] = self._get()
         self._set(present)
 
@@ -286,16 +333,11 @@ class RngStateTracker:
             self._states[name] = self._get()
             self._set(present)
 
-    def _generator(self) -> torch.Generator:
-        if self.device.type == "cpu":
-            return torch.default_generator
-        return torch.cuda.default_generators[self.device.index or 0]
-
     def _get(self) -> Tensor:
-        return self._generator().get_state()
+        return _default_generator(self.device).get_state()
 
     def _set(self, state: Tensor) -> None:
-        self._generator().set_state(state)
+        _default_generator(self.device).set_state(state)
 
 
 @dataclass(frozen=True, kw_only=True)
