@@ -17,8 +17,8 @@ from megatron.checkpointing import (
     save_checkpoint,
 )
 from megatron.config.megatron_config import MegatronConfig, difference
-from megatron.core.parallel_state import ParallelState
 from megatron.core.shard import NamedTensor
+from megatron.training.initialize import MegatronContext
 from megatron.training.progress import Progress
 from megatron.training.run import Run
 
@@ -46,7 +46,7 @@ def save_run(run: Run, folder: Path) -> None:
         world=state.world,
         writes=state.data_context.is_first,
     )
-    run.print(
+    run.say(
         f"  [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] successfully saved checkpoint from iteration {iteration:7d} to "
         f"{folder} [ t 1/{state.tensor.size}, p 1/{state.pipeline.size} ] in {time.perf_counter() - start:.1f} s"
     )
@@ -56,7 +56,7 @@ def _weights(run: Run) -> list[NamedTensor]:
     return list(model_tensors((chunk.module for chunk in run.chunks), run.optimizer.main_parameters()))
 
 
-def open_checkpoint(config: MegatronConfig, state: ParallelState) -> Checkpoint | None:
+def open_checkpoint(context: MegatronContext) -> Checkpoint | None:
     """The checkpoint that `--load` and `--ckpt-step` name, None when none is asked for; a collective.
 
     What differs from the configuration that it was saved with is printed.
@@ -65,6 +65,7 @@ def open_checkpoint(config: MegatronConfig, state: ParallelState) -> Checkpoint 
         CheckpointError: there is none (and no `--load-if-exists`), it is damaged, or the model, or on a resume the
             data, differs from the one that it was saved with.
     """
+    config, state = context.config, context.state
     wanted = config.checkpoint
     if wanted.load is None:
         return None
@@ -76,9 +77,9 @@ def open_checkpoint(config: MegatronConfig, state: ParallelState) -> Checkpoint 
         raise NoCheckpointError(f"--load: {error}; --load-if-exists starts a new run where there is none") from error
     changes = difference(MegatronConfig.from_dict(checkpoint.metadata["config"]), config)
     refused = {"model"} if wanted.finetune else {"model", "data"}
-    if state.rank == 0 and changes:
+    if changes:
         lines = [f"  {change}" for change in changes]
-        print("\n".join([f"configuration that differs from {checkpoint.folder}:", *lines]), flush=True)
+        context.say("\n".join([f"configuration that differs from {checkpoint.folder}:", *lines]))
     wrong = [f"  {change} changes the {change.affects}" for change in changes if change.affects in refused]
     if wrong:
         raise CheckpointError(
@@ -140,8 +141,8 @@ def load_run(run: Run, checkpoint: Checkpoint) -> None:
     summary = checkpoint.load_into(tensors, world=run.state.world, ignore=() if with_optimizer else ("optimizer.",))
     run.optimizer.after_load()
     for cast in summary.casts:
-        run.print(f"  {cast}")
-    run.print(
+        run.say(f"  {cast}")
+    run.say(
         f"  successfully loaded checkpoint from {checkpoint.folder} at iteration {checkpoint.iteration} in "
         f"{time.perf_counter() - start:.1f} s"
     )

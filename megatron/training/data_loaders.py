@@ -78,11 +78,10 @@ def build_loaders(
     from mapped files that the ranks of a node share, and no rank waits for another one's data."""
     config, state = context.config, context.state
     counts = sample_counts(context, batch_sizes=batch_sizes, train_iters=train_iters, progress=progress)
-    if len(counts.train) > len(progress.train_blocks) > 0 and state.rank == 0:
-        print(
+    if len(counts.train) > len(progress.train_blocks) > 0:
+        context.say(
             f"training data: {counts.train[-1]} more samples are appended to the {sum(counts.train[:-1])} of "
-            f"before, whose order stays",
-            flush=True,
+            f"before, whose order stays"
         )
     progress.train_blocks = list(counts.train)
     datasets = provider(context, vocabulary, counts)

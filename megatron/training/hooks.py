@@ -57,7 +57,7 @@ class LogLine(Hook):
         speed = None
         if self._config.log_throughput:
             speed = run.teraflops_per_second(samples, interval.seconds)
-        run.print(
+        run.say(
             log_line(
                 interval,
                 train_iters=run.train_iters,
@@ -68,7 +68,7 @@ class LogLine(Hook):
         )
         if self._config.timing_log_level > 0:
             times = run.timers.over_ranks(run.state.world, iterations=len(interval.reports))
-            run.print(format_timers(times, self._config.timing_log_option))
+            run.say(format_timers(times, self._config.timing_log_option))
             for hook in run.hooks:
                 hook.after_timing(run, times)
         interval.clear()
@@ -79,9 +79,7 @@ class LogLine(Hook):
             self._evaluation_began = self._evaluation_said = now
         elif now - self._evaluation_said >= _EVALUATION_LINE_EVERY and done < iterations:
             left = (now - self._evaluation_began) / (done - 1) * (iterations - done)
-            run.print(
-                f" evaluation on {split} data | iteration {done:8d}/{iterations:8d} | ETA: {format_duration(left)}"
-            )
+            run.say(f" evaluation on {split} data | iteration {done:8d}/{iterations:8d} | ETA: {format_duration(left)}")
             self._evaluation_said = now
 
     def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
@@ -89,7 +87,7 @@ class LogLine(Hook):
         parts = [f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E}" for name, loss in losses.items()]
         line = title + " | ".join(parts) + " | "
         rule = "-" * len(line)
-        run.print(f"{rule}\n{line}\n{rule}")
+        run.say(f"{rule}\n{line}\n{rule}")
 
 
 class MemoryReport(Hook):
@@ -121,7 +119,7 @@ class JsonLog(Hook):
         agree(run.state.world, what, lambda: self._open(run), raises=UserError)
 
     def _open(self, run: Run) -> None:
-        if not run.logs:
+        if not run.context.reports:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a+b", buffering=0)
@@ -171,7 +169,7 @@ class TensorBoard(Hook):
         agree(run.state.world, what, lambda: self._open(run), raises=UserError)
 
     def _open(self, run: Run) -> None:
-        if not run.logs:
+        if not run.context.reports:
             return
         assert self._config.tensorboard_dir is not None
         iteration, samples = run.progress.iteration, run.progress.consumed_train_samples

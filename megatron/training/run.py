@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.data.sample_dataset import TokenSource
 from megatron.optimizer.optimizer import MegatronOptimizer
 from megatron.optimizer.param_scheduler import ParamScheduler
+from megatron.training.initialize import MegatronContext
 from megatron.training.metrics import StepReport
 from megatron.training.microbatches import BatchSizeSchedule
 from megatron.training.progress import Progress
@@ -29,7 +30,7 @@ class Microbatch(Protocol):
 
     @property
     def sample_ids(self) -> Tensor:
-        """[b] the global numbers of the samples: dropout masks are a function of them."""
+        """[b] the global numbers of the samples: dropout masks are a function of them. On the host, before `to`."""
 
     def loss_counts(self) -> Mapping[str, Tensor]:
         """For each loss term the number of tokens (or sequences) that it is a mean over, in this micro-batch."""
@@ -76,9 +77,7 @@ ForwardStep = Callable[[Any, nn.Module, Tensor | None, DropoutStream | None], Te
 class Run:
     """Everything of a run on this rank. Only `progress` and `stop_reason` change while it trains."""
 
-    config: MegatronConfig
-    state: ParallelState
-    device: torch.device
+    context: MegatronContext
     chunks: Sequence[DistributedDataParallel]
     executor: PipelineExecutor
     forward_step: ForwardStep
@@ -95,9 +94,16 @@ class Run:
     stop_reason: str | None = None
 
     @property
-    def logs(self) -> bool:
-        """Whether this rank reports: the last one, which holds the output and so the losses."""
-        return self.state.rank == self.state.world.size - 1
+    def config(self) -> MegatronConfig:
+        return self.context.config
+
+    @property
+    def state(self) -> ParallelState:
+        return self.context.state
+
+    @property
+    def device(self) -> torch.device:
+        return self.context.device
 
     @property
     def looks_for_nan(self) -> bool:
@@ -110,10 +116,9 @@ class Run:
             return None
         return self.flops_per_sample * samples / (seconds * 1e12 * self.state.world.size)
 
-    def print(self, text: str) -> None:
-        """Print on the rank that reports."""
-        if self.logs:
-            print(text, flush=True)
+    def say(self, text: str) -> None:
+        """Print on the rank that speaks for the run."""
+        self.context.say(text)
 
     def stop(self, reason: str) -> None:
         """Ask the loop to end after this iteration. Each rank must ask for it in the same iteration."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 from megatron.checkpointing import CheckpointError, list_checkpoints
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.megatron_config import MegatronConfig
 from megatron.core.agreement import agree
 from megatron.core.file_lock import FileLock, NoLocksError, holder_of, try_lock
-from megatron.core.parallel_state import ParallelState
+from megatron.training.initialize import MegatronContext
 
 LOCK_FILE = ".lock"
 # A killed process is gone when its memory is freed. That a whole node is gone, NFS learns when its lease has run out.
@@ -32,11 +32,12 @@ class SaveFolder:
         self.path = path
         self._held = ExitStack()
 
-    def claim(self, wanted: CheckpointConfig, patience: float) -> None:
+    def claim(self, wanted: CheckpointConfig, patience: float, say: Callable[[str], None]) -> None:
         """Hold the folder until it is closed or this process ends.
 
         Args:
             patience: seconds to wait at most for a run that holds it.
+            say: is told what it waits for.
 
         Raises:
             CheckpointError: another run holds the folder or has its checkpoints in it.
@@ -47,12 +48,9 @@ class SaveFolder:
             probe.write(b"a checkpoint can be written here")
         with ExitStack() as held:
             try:
-                held.enter_context(_lock(self.path / LOCK_FILE, patience))
+                held.enter_context(_lock(self.path / LOCK_FILE, patience, say))
             except NoLocksError as error:
-                print(
-                    f"warning: --save {self.path} has no file locks ({error}): do not start another run in it",
-                    flush=True,
-                )
+                say(f"warning: --save {self.path} has no file locks ({error}): do not start another run in it")
             present = list_checkpoints(self.path)
             if present and (wanted.load is None or Path(wanted.load).resolve() != self.path.resolve()):
                 raise CheckpointError(
@@ -66,8 +64,8 @@ class SaveFolder:
         self._held.close()
 
 
-def claim_save_folder(config: MegatronConfig, state: ParallelState) -> SaveFolder | None:
-    """The `--save` folder, held by rank 0 until it is closed or that process ends; None for a run that saves nothing.
+def claim_save_folder(context: MegatronContext) -> SaveFolder | None:
+    """The `--save` folder, held by one rank until it is closed or that process ends; None where nothing is saved.
 
     To be claimed before the checkpoint is opened: the run that held the folder may just have saved its last one. A
     collective.
@@ -76,20 +74,21 @@ def claim_save_folder(config: MegatronConfig, state: ParallelState) -> SaveFolde
         CheckpointError: on all ranks: another run holds the folder or has its checkpoints in it, or it cannot be
             written.
     """
+    config = context.config
     if config.checkpoint.save is None or config.training.skip_train:
         return None
     folder = SaveFolder(Path(config.checkpoint.save))
     patience = 30.0 * config.parallel.distributed_timeout_minutes  # the other ranks wait meanwhile
 
     def claim() -> None:
-        if state.rank == 0:
-            folder.claim(config.checkpoint, patience)
+        if context.reports:
+            folder.claim(config.checkpoint, patience, context.say)
 
-    agree(state.world, f"preparing --save {folder.path}", claim, raises=CheckpointError)
+    agree(context.state.world, f"preparing --save {folder.path}", claim, raises=CheckpointError)
     return folder
 
 
-def _lock(file: Path, patience: float) -> FileLock:
+def _lock(file: Path, patience: float, say: Callable[[str], None]) -> FileLock:
     started = time.monotonic()
     said = ""
     while (lock := try_lock(file)) is None:
@@ -102,7 +101,7 @@ def _lock(file: Path, patience: float) -> FileLock:
                 f"down, remove {file}"
             )
         if holder != said:
-            print(f"--save {file.parent} is held by {holder}: waiting up to {limit:.0f} s for its end", flush=True)
+            say(f"--save {file.parent} is held by {holder}: waiting up to {limit:.0f} s for its end")
             said = holder
         time.sleep(_POLL_SECONDS)
     return lock

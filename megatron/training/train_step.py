@@ -173,7 +173,7 @@ def evaluate(run: Run, loader: Loader, split: str, iterations: int, consumed: in
     sums: dict[str, Tensor] = {}
     for done in range(iterations):
         if run.stop_reason is not None:
-            run.print(f"evaluation on {split} data given up after {done} of {iterations} iterations")
+            run.say(f"evaluation on {split} data given up after {done} of {iterations} iterations")
             return None
         read = loader.microbatches(consumed + done * batch_size, num_microbatches)
         losses = run.executor.run(

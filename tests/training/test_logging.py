@@ -122,6 +122,26 @@ def test_the_line_comes_from_the_last_rank_alone(tmp_path: Path) -> None:
     assert "throughput" not in outcome.out[1]
 
 
+def test_all_that_a_run_says_once_its_groups_exist_comes_from_one_rank(tmp_path: Path) -> None:
+    arguments = ["--save", "saved", "--print-parallel-groups", "--tensor-model-parallel-size", "2"]
+    pretrain_tiny(tmp_path, *arguments, "--train-iters", "1", ranks=2).check()
+    more = ["--load", "saved", "--train-iters", "2", "--override-opt_param-scheduler"]
+    nodes = {"environment": lambda rank: {"GROUP_RANK": str(rank)}}
+    outcome = pretrain_tiny(tmp_path, *arguments, *more, ranks=2, **nodes).check()
+    assert outcome.out[0] == ""
+    for said in (
+        "2 ranks on 2 node(s)",
+        "warning: 1 tensor-parallel group(s) span nodes",
+        "configuration that differs from saved/",
+        "training data: 8 more samples are appended",
+        "successfully loaded checkpoint",
+        "parameters",
+        "consumed samples",
+        "successfully saved checkpoint",
+    ):
+        assert said in outcome.out[1], said
+
+
 def test_a_validation_block(capsys: pytest.CaptureFixture[str]) -> None:
     _, recorder = trained("--train-iters", "1", "--eval-iters", "1")
     ((_, _, losses),) = recorder.evaluations
