@@ -16,10 +16,11 @@ Kind = Literal["switch", "number", "fraction", "text"]
 
 # The largest value of a number whose field names none: whole numbers up to it are exact in JSON and in float64.
 LARGEST_WHOLE = 2**53
-# Limits that fields share: some ten times what the largest models and clusters need.
+# Limits that fields share: some ten times what the largest models and clusters need. Heads also bound what divides
+# them, and samples the iterations that take at least one.
 MOST_LAYERS = 10_000
 MOST_HEADS = 100_000
-MOST_TOKENS = 100_000_000
+LARGEST_VOCABULARY = 100_000_000
 LONGEST_SEQUENCE = 1_000_000_000
 MOST_PROCESSES = 10_000_000
 LARGEST_BATCH = 1_000_000
@@ -37,7 +38,8 @@ class Flag:
     off_help: what `off` does, for a switch that is on by default: help shows that flag.
     words: how many words the flag takes: a number, or "+" for one or more.
     affects: what a resumed run with another value would change: the model, the data, or neither.
-    same_name: two paths that end in the same name count as the same value on a resume.
+    same_name: two paths that end in the same name count as the same value, on a resume and on two ranks.
+    node_local: the ranks of one run may have different values: a path on a disk of the node's own.
     meaning: the property of the section that values are compared by on a resume; the value itself by default.
     at_least, above, at_most, below: the limits of a number, or of each of several. Every number has a lower one. Sizes
     that are counted through or allocated have an upper one too, some ten times what the largest model or cluster needs.
@@ -55,6 +57,7 @@ class Flag:
     metavar: str = ""
     affects: Affects = "free"
     same_name: bool = False
+    node_local: bool = False
     off_help: str = ""
     meaning: str = ""
     at_least: int | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron.config.options import MOST_TOKENS, flag, flag_name
+from megatron.config.options import LARGEST_VOCABULARY, flag, flag_name
 from megatron.config.problems import Problem
 
 TokenizerType = Literal[
@@ -70,7 +70,7 @@ class TokenizerConfig:
             "Vocabulary of NullTokenizer; others know theirs, which it must be.",
             affects="model",
             at_least=1,
-            at_most=MOST_TOKENS,
+            at_most=LARGEST_VOCABULARY,
         ),
     )
     make_vocab_size_divisible_by: int = field(
@@ -82,7 +82,7 @@ class TokenizerConfig:
             "Vocabulary rows of the model itself, instead of the tokenizer's size.",
             affects="model",
             at_least=1,
-            at_most=MOST_TOKENS,
+            at_most=LARGEST_VOCABULARY,
         ),
     )
     null_tokenizer_eod_id: int | None = field(

@@ -88,7 +88,7 @@ class Shard:
 
     @property
     def replicated_pieces(self) -> bool:
-        """Whether some runs of a split tensor live on several ranks, each with a part of the gradient."""
+        """Whether some pieces of a split tensor live on several ranks, each with a part of the gradient."""
         return self.dim is not None and any(piece.holders > 1 for piece in self.pieces)
 
     def owned_pieces(self) -> tuple[Piece, ...]:

@@ -56,7 +56,7 @@ def _norm_parameters(config: TransformerConfig, size: int) -> int:
 def built_parameter_count(modules: Iterable[nn.Module]) -> int:
     """Parameters that this rank owns: over all tensor and pipeline ranks the sum is `parameter_count`.
 
-    A tied weight that two modules share, replicated runs and copies on other stages count once; padding does not count.
+    A tied weight that two modules share, replicated pieces and copies on other stages count once; padding is left out.
     """
     parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     total = 0

@@ -30,7 +30,7 @@ class AdamW:
             step.gradient,
             step.state["exp_avg"],
             step.state["exp_avg_sq"],
-            runs=step.runs,
+            spans=step.spans,
             hyper=AdamHyperParameters(
                 step=step.number,
                 lr=step.lr,

@@ -19,11 +19,11 @@ _ROW = 4096
 # The exact sum converts this many elements at a time.
 _EXACT_BLOCK = 2**20
 
-Run = tuple[int, int]  # first and last + 1 element of a flat tensor
+Span = tuple[int, int]  # first and last + 1 element of a flat tensor
 
 
-def owned_runs(shard: Shard, local_shape: tuple[int, ...]) -> list[Run]:
-    """The elements of a contiguous local parameter that this rank owns, as runs in ascending order that do not touch.
+def owned_spans(shard: Shard, local_shape: tuple[int, ...]) -> list[Span]:
+    """The elements of a contiguous local parameter that this rank owns, as spans in ascending order that do not touch.
 
     Not owned are the copies that another rank counts (whole tensors on all tensor-parallel ranks but one,
     replicated key and value heads, the second copy of a tied tensor), and rows of padding, which are no part
@@ -32,17 +32,17 @@ def owned_runs(shard: Shard, local_shape: tuple[int, ...]) -> list[Run]:
     dim = shard.split_dim
     inner = prod(local_shape[dim + 1 :])
     block = prod(local_shape[dim:])
-    along = merge_runs((piece.local, piece.local + piece.length) for piece in shard.owned_pieces())
+    along = merge_spans((piece.local, piece.local + piece.length) for piece in shard.owned_pieces())
     if not local_shape:  # a scalar: its one piece covers it
         return [(0, 1)] if along else []
     outer = range(prod(local_shape[:dim]))
-    return merge_runs((i * block + start * inner, i * block + stop * inner) for i in outer for start, stop in along)
+    return merge_spans((i * block + start * inner, i * block + stop * inner) for i in outer for start, stop in along)
 
 
-def merge_runs(runs: Iterable[Run]) -> list[Run]:
-    """The same elements in ascending order, with touching runs made one and empty ones dropped."""
-    merged: list[Run] = []
-    for start, stop in sorted(runs):
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
+    """The same elements in ascending order, with touching spans made one and empty ones dropped."""
+    merged: list[Span] = []
+    for start, stop in sorted(spans):
         if start == stop:
             continue
         if merged and merged[-1][1] == start:
@@ -52,14 +52,14 @@ def merge_runs(runs: Iterable[Run]) -> list[Run]:
     return merged
 
 
-def sum_of_squares(flat: Tensor, runs: Iterable[Run]) -> Tensor:
-    """Sum of the squares of the elements in `runs`, a float64 scalar; not finite when one of them is not.
+def sum_of_squares(flat: Tensor, spans: Iterable[Span]) -> Tensor:
+    """Sum of the squares of the elements in `spans`, a float64 scalar; not finite when one of them is not.
 
     Deterministic. In float32 the sum of a row of 4,096 squares may overflow although all elements are finite
     (above 1e17 or so): `exact_sum_of_squares` then tells the difference.
     """
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for start, stop in runs:
+    for start, stop in spans:
         whole_rows = (stop - start) // _ROW * _ROW
         parts = []
         if whole_rows:
@@ -71,19 +71,19 @@ def sum_of_squares(flat: Tensor, runs: Iterable[Run]) -> Tensor:
     return total
 
 
-def exact_sum_of_squares(flat: Tensor, runs: Iterable[Run]) -> Tensor:
+def exact_sum_of_squares(flat: Tensor, spans: Iterable[Span]) -> Tensor:
     """The same with each square in float64: finite whenever all elements are. Slow."""
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for start, stop in runs:
+    for start, stop in spans:
         for block in torch.split(flat[start:stop], _EXACT_BLOCK):
             total += block.double().square_().sum()
     return total
 
 
-def count_zeros(flat: Tensor, runs: Iterable[Run]) -> Tensor:
-    """Number of elements in `runs` that are exactly zero, an int64 scalar."""
+def count_zeros(flat: Tensor, spans: Iterable[Span]) -> Tensor:
+    """Number of elements in `spans` that are exactly zero, an int64 scalar."""
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start, stop in runs:
+    for start, stop in spans:
         total += stop - start - torch.count_nonzero(flat[start:stop])
     return total
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.grad_buffer import GradBuffer
-from megatron.core.kernels.adam import HyperRun
+from megatron.core.kernels.adam import HyperSpan
 from megatron.core.shard import NamedTensor, shard_of
-from megatron.optimizer.clip_grads import merge_runs, owned_runs
+from megatron.optimizer.clip_grads import merge_spans, owned_spans
 from megatron.optimizer.update_rule import FlatStep, UpdateRule
 
 
@@ -30,8 +30,8 @@ class MainParameters:
         main: [n] main parameters.
         low_precision: [n] the model's parameters when they are not `main`.
         state: [n] each.
-        runs: hyper-parameters along the buffer. A run takes in the zeros up to the next parameter, which any
-            rule leaves zero; so all runs are multiples of the buffer's alignment long.
+        spans: hyper-parameters along the buffer. A span takes in the zeros up to the next parameter, which any
+            rule leaves zero; so all spans are multiples of the buffer's alignment long.
         owned: the elements that count in norms on this rank.
     """
 
@@ -42,23 +42,23 @@ class MainParameters:
         self.main = buffer.parameters if model_is_main else buffer.parameters.to(buffer.gradients.dtype)
         self.low_precision = None if model_is_main else buffer.parameters
         self.state = {name: torch.zeros_like(self.main) for name in rule.state_names}
-        self.runs = self._hyper_runs()
-        self.owned = merge_runs(
+        self.spans = self._hyper_spans()
+        self.owned = merge_spans(
             (entry.start + start, entry.start + stop)
             for entry in buffer.entries
-            for start, stop in owned_runs(shard_of(entry.parameter), tuple(entry.parameter.shape))
+            for start, stop in owned_spans(shard_of(entry.parameter), tuple(entry.parameter.shape))
         )
 
-    def _hyper_runs(self) -> tuple[HyperRun, ...]:
+    def _hyper_spans(self) -> tuple[HyperSpan, ...]:
         starts = [entry.start for entry in self.buffer.entries] + [self.buffer.parameters.numel()]
-        runs: list[HyperRun] = []
+        spans: list[HyperSpan] = []
         for entry, start, stop in zip(self.buffer.entries, starts, starts[1:]):
-            run = HyperRun(length=stop - start, weight_decay_multiplier=1.0 if decays(entry.parameter) else 0.0)
-            if runs and runs[-1].weight_decay_multiplier == run.weight_decay_multiplier:
-                last = runs.pop()
-                run = HyperRun(length=last.length + run.length, weight_decay_multiplier=run.weight_decay_multiplier)
-            runs.append(run)
-        return tuple(runs)
+            span = HyperSpan(length=stop - start, weight_decay_multiplier=1.0 if decays(entry.parameter) else 0.0)
+            if spans and spans[-1].weight_decay_multiplier == span.weight_decay_multiplier:
+                last = spans.pop()
+                span = HyperSpan(length=last.length + span.length, weight_decay_multiplier=span.weight_decay_multiplier)
+            spans.append(span)
+        return tuple(spans)
 
     def update(self, *, number: int, lr: float, weight_decay: float, gradient_scale: float) -> None:
         self.rule.update_(
@@ -67,7 +67,7 @@ class MainParameters:
                 gradient=self.buffer.gradients,
                 state=self.state,
                 low_precision=self.low_precision,
-                runs=self.runs,
+                spans=self.spans,
                 number=number,
                 lr=lr,
                 weight_decay=weight_decay,

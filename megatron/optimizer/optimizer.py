@@ -15,7 +15,7 @@ from megatron.core import collectives
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.grad_buffer import GradBuffer
 from megatron.core.shard import NamedTensor
-from megatron.optimizer.clip_grads import Run, clip_factor, count_zeros, exact_sum_of_squares, sum_of_squares
+from megatron.optimizer.clip_grads import Span, clip_factor, count_zeros, exact_sum_of_squares, sum_of_squares
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.mixed_precision import MainParameters
 from megatron.optimizer.update_rule import UpdateRule
@@ -131,7 +131,7 @@ class MegatronOptimizer:
     def _over_model(
         self,
         flat_of: Callable[[MainParameters], Tensor],
-        measure: Callable[[Tensor, Iterable[Run]], Tensor],
+        measure: Callable[[Tensor, Iterable[Span]], Tensor],
         dtype: torch.dtype,
     ) -> Tensor:
         """Sum of a measure of the owned elements of each flat tensor, over the ranks of the model."""

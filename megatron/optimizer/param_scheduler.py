@@ -172,7 +172,7 @@ class ParamScheduler:
         not compared.
 
         Raises:
-            ValueError: the schedules differ and `on_load` is "check"; names each difference.
+            UserError: the schedules differ and `on_load` is "check"; names each difference.
         """
         if self.on_load == "check":
             self._refuse_differences(state)

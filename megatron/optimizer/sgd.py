@@ -22,13 +22,13 @@ class SGD:
         return ("momentum",) if self.momentum else ()
 
     def update_(self, step: FlatStep) -> None:
-        sizes = [run.length for run in step.runs]
+        sizes = [span.length for span in step.spans]
         parameters = step.parameter.split_with_sizes(sizes)
         gradients = step.gradient.split_with_sizes(sizes)
         if step.gradient_scale != 1.0:
             step.gradient.div_(step.gradient_scale)
-        for run, parameter, gradient in zip(step.runs, parameters, gradients):
-            decay = step.weight_decay * run.weight_decay_multiplier
+        for span, parameter, gradient in zip(step.spans, parameters, gradients):
+            decay = step.weight_decay * span.weight_decay_multiplier
             if decay:
                 gradient.add_(parameter, alpha=decay)
         if self.momentum:

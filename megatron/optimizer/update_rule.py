@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron.core.kernels.adam import HyperRun
+from megatron.core.kernels.adam import HyperSpan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class FlatStep:
         gradient: [n] in the same dtype, still multiplied by `gradient_scale`; may be overwritten.
         state: [n] each, by the names of the rule, updated in place.
         low_precision: [n] receives the rounded parameters, when the model computes in a narrower dtype.
-        runs: hyper-parameters along the buffer; they tile it.
+        spans: hyper-parameters along the buffer; they tile it.
         number: of this update, from 1.
     """
 
@@ -28,7 +28,7 @@ class FlatStep:
     gradient: Tensor
     state: Mapping[str, Tensor]
     low_precision: Tensor | None
-    runs: Sequence[HyperRun]
+    spans: Sequence[HyperSpan]
     number: int
     lr: float
     weight_decay: float

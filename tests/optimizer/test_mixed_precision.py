@@ -317,8 +317,8 @@ def test_the_loss_scale_that_a_configuration_asks_for(config: dict[str, Any], sc
 def test_the_norm_is_the_float64_one_to_float32_accuracy() -> None:
     """Rows longer than one block, and a tail."""
     flat = torch.randn(1237 * 7, generator=torch.Generator().manual_seed(0))
-    runs = [(0, 4100), (4101, 8600)]
-    expected = sum(float(flat[a:b].double().square().sum()) for a, b in runs)
-    assert float(sum_of_squares(flat, runs)) == pytest.approx(expected, rel=1e-6)
-    assert float(exact_sum_of_squares(flat, runs)) == pytest.approx(expected, rel=1e-12)
-    assert_parity(sum_of_squares(flat.double(), runs), torch.tensor(expected, dtype=torch.float64))
+    spans = [(0, 4100), (4101, 8600)]
+    expected = sum(float(flat[a:b].double().square().sum()) for a, b in spans)
+    assert float(sum_of_squares(flat, spans)) == pytest.approx(expected, rel=1e-6)
+    assert float(exact_sum_of_squares(flat, spans)) == pytest.approx(expected, rel=1e-12)
+    assert_parity(sum_of_squares(flat.double(), spans), torch.tensor(expected, dtype=torch.float64))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.core import collectives
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.grad_buffer import GradBuffer, main_grad_of
-from megatron.core.distributed.replicated_runs import ReplicatedRuns, find_replicated_runs
+from megatron.core.distributed.replicated_spans import ReplicatedSpans, find_replicated_spans
 
 
 class DistributedDataParallel(nn.Module):
@@ -46,7 +46,7 @@ class DistributedDataParallel(nn.Module):
             )
             by_dtype.setdefault(parameter.dtype, []).append((name, parameter))
         self.grad_buffers = tuple(GradBuffer(named, grad_dtype=grad_dtype) for named in by_dtype.values())
-        self.replicated_runs: tuple[ReplicatedRuns, ...] = find_replicated_runs(self.trainable_parameters())
+        self.replicated_spans: tuple[ReplicatedSpans, ...] = find_replicated_spans(self.trainable_parameters())
         for parameter in self.trainable_parameters():
             parameter.register_post_accumulate_grad_hook(_move_to_main_grad)  # type: ignore[no-untyped-call]
 

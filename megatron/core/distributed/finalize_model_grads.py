@@ -55,7 +55,7 @@ def finalize_model_grads(
     """
     if tensor.size > 1:
         _sum_partial_gradients(chunks, tensor)
-        _sum_replicated_runs(chunks, tensor)
+        _sum_replicated_spans(chunks, tensor)
     for chunk in chunks:
         chunk.reduce_gradients()
     if embedding is not None and embedding.size > 1:
@@ -94,20 +94,20 @@ def _sum_partial_gradients(chunks: Sequence[DistributedDataParallel], tensor: Co
     _all_reduce_coalesced_(partial, tensor)
 
 
-def _sum_replicated_runs(chunks: Sequence[DistributedDataParallel], tensor: CommGroup) -> None:
-    """Each rank puts its part of a run at the run's place among all of them, and takes the sum back."""
-    replicated = [runs for chunk in chunks for runs in chunk.replicated_runs]
+def _sum_replicated_spans(chunks: Sequence[DistributedDataParallel], tensor: CommGroup) -> None:
+    """Each rank puts its part of a span at its place among all of them, and takes the sum back."""
+    replicated = [spans for chunk in chunks for spans in chunk.replicated_spans]
     if not replicated:
         return
-    sizes = [prod(runs.shape) for runs in replicated]
+    sizes = [prod(spans.shape) for spans in replicated]
     gradient = main_grad_of(replicated[0].parameter)
     flat = torch.zeros(sum(sizes), dtype=gradient.dtype, device=gradient.device)
-    concatenations = [part.view(runs.shape) for part, runs in zip(flat.split_with_sizes(sizes), replicated)]
-    for runs, concatenation in zip(replicated, concatenations):
-        runs.place(concatenation)
+    concatenations = [part.view(spans.shape) for part, spans in zip(flat.split_with_sizes(sizes), replicated)]
+    for spans, concatenation in zip(replicated, concatenations):
+        spans.place(concatenation)
     collectives.all_reduce_(flat, tensor)
-    for runs, concatenation in zip(replicated, concatenations):
-        runs.take_back(concatenation)
+    for spans, concatenation in zip(replicated, concatenations):
+        spans.take_back(concatenation)
 
 
 def _sum_tied_gradients(chunks: Sequence[DistributedDataParallel], embedding: CommGroup) -> None:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class HyperRun:
-    """A run of consecutive elements of a flat buffer that share their hyper-parameters.
+class HyperSpan:
+    """A span of consecutive elements of a flat buffer that share their hyper-parameters.
 
     Attributes:
-        length: number of elements. The runs of a buffer tile it: each starts where the one before it ends.
+        length: number of elements. The spans of a buffer tile it: each starts where the one before it ends.
         weight_decay_multiplier: 0 on biases and norms.
     """
 
@@ -52,7 +52,7 @@ def adamw_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    runs: Sequence[HyperRun],
+    spans: Sequence[HyperSpan],
     hyper: AdamHyperParameters,
     low_precision: Tensor | None = None,
 ) -> None:
@@ -60,13 +60,13 @@ def adamw_(
 
     Args:
         gradient: may be overwritten.
-        runs: tile the n elements.
+        spans: tile the n elements.
         low_precision: [n] in the model's dtype; receives the rounded parameters.
 
     Equal inputs give equal bits, at any position in the buffer: torch's kernel takes the last elements of a
-    run that do not fill a vector one by one, so runs should be multiples of 64 long.
+    span that do not fill a vector one by one, so spans should be multiples of 64 long.
     """
-    assert sum(run.length for run in runs) == parameter.numel(), "the runs do not tile the buffer"
+    assert sum(span.length for span in spans) == parameter.numel(), "the spans do not tile the buffer"
     if parameter.numel() == 0:
         return
     grad_scale = None
@@ -78,10 +78,10 @@ def adamw_(
     # The CUDA kernel reads it as float32 whatever the parameters are; that is exact up to 2**24 updates.
     dtype = torch.float32 if parameter.is_cuda else parameter.dtype
     step = torch.full((), float(hyper.step), dtype=dtype, device=parameter.device)
-    sizes = [run.length for run in runs]
+    sizes = [span.length for span in spans]
     views = [flat.split_with_sizes(sizes) for flat in (parameter, gradient, exp_avg, exp_avg_sq)]
-    for weight_decay in sorted({run.weight_decay_multiplier for run in runs}):
-        members = [i for i, run in enumerate(runs) if run.weight_decay_multiplier == weight_decay]
+    for weight_decay in sorted({span.weight_decay_multiplier for span in spans}):
+        members = [i for i, span in enumerate(spans) if span.weight_decay_multiplier == weight_decay]
         parameters, gradients, exp_avgs, exp_avg_sqs = ([view[i] for i in members] for view in views)
         torch._fused_adamw_(
             parameters,
@@ -109,22 +109,22 @@ def adamw_reference_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    runs: Sequence[HyperRun],
+    spans: Sequence[HyperSpan],
     hyper: AdamHyperParameters,
     low_precision: Tensor | None = None,
 ) -> None:
     """The same as `adamw_` in plain operations; `gradient` is left alone."""
-    assert sum(run.length for run in runs) == parameter.numel(), "the runs do not tile the buffer"
+    assert sum(span.length for span in spans) == parameter.numel(), "the spans do not tile the buffer"
     correction1 = 1 - hyper.beta1**hyper.step
     correction2 = 1 - hyper.beta2**hyper.step
     start = 0
-    for run in runs:
-        p, g, m, v = (flat[start : start + run.length] for flat in (parameter, gradient, exp_avg, exp_avg_sq))
+    for span in spans:
+        p, g, m, v = (flat[start : start + span.length] for flat in (parameter, gradient, exp_avg, exp_avg_sq))
         g = g / hyper.gradient_scale
-        p.mul_(1 - hyper.lr * run.weight_decay_multiplier * hyper.weight_decay)
+        p.mul_(1 - hyper.lr * span.weight_decay_multiplier * hyper.weight_decay)
         m.mul_(hyper.beta1).add_(g, alpha=1 - hyper.beta1)
         v.mul_(hyper.beta2).addcmul_(g, g, value=1 - hyper.beta2)
         p.addcdiv_(m, v.sqrt().div_(math.sqrt(correction2)).add_(hyper.eps), value=-hyper.lr / correction1)
-        start += run.length
+        start += span.length
     if low_precision is not None:
         low_precision.copy_(parameter)

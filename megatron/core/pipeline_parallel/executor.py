@@ -98,7 +98,7 @@ class PipelineExecutor:
             num_chunks = len(self._chunks)
             check_plan(plans, num_microbatches=len(microbatches), num_chunks=num_chunks, forward_only=forward_only)
             self._checked[forward_only] = plans
-        run = _Run(
+        walk = _Walk(
             chunks=self._chunks,
             layouts=self._layouts,
             microbatches=microbatches,
@@ -116,22 +116,22 @@ class PipelineExecutor:
         with torch.set_grad_enabled(not forward_only):
             for position, action in enumerate(plans[self._stage]):
                 try:
-                    run.step(position, action)
+                    walk.step(position, action)
                 except Exception as error:
                     error.add_note(f"in the pipeline: stage {self._stage}, action {action}")
                     raise
         try:
-            run.exchange.finish()
+            walk.exchange.finish()
         except Exception as error:
             error.add_note(f"in the pipeline: stage {self._stage}, waiting for neighbours after the last action")
             raise
-        assert not run.live, "the plan left a forward without a backward"
-        return [run.losses[i] for i in range(len(microbatches))] if self._layouts[-1].has_output else []
+        assert not walk.live, "the plan left a forward without a backward"
+        return [walk.losses[i] for i in range(len(microbatches))] if self._layouts[-1].has_output else []
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run(Generic[BatchT]):
-    """One run of a plan. `live` holds what is between forward and backward: (chunk, micro-batch) to its input
+class _Walk(Generic[BatchT]):
+    """One walk through a plan. `live` holds what is between forward and backward: (chunk, micro-batch) to its input
     and output."""
 
     chunks: tuple[object, ...]
