@@ -499,8 +499,7 @@ def _sample_problems(config: MegatronConfig) -> Iterator[Problem]:
             rule=f"is less than the first global batch of {first} samples, so nothing would be trained",
             works=f"--train-samples {first} or more",
         )
-    iterations = training.train_iters or (training.train_samples or 0) // batch
-    evaluations = iterations // training.eval_interval + 1 if training.eval_interval is not None else 1
+    evaluations = training.evaluations(training.train_iters or (training.train_samples or 0) // first)
     if evaluations * training.eval_iters * batch > MOST_SAMPLES:
         yield Problem(
             flags=("--eval-iters", "--eval-interval", "--train-iters", "--train-samples", *batch_flags),

@@ -88,6 +88,10 @@ class TrainingConfig:
         ),
     )
 
+    def evaluations(self, train_iters: int) -> int:
+        """How often a run of so many iterations is evaluated on the validation data."""
+        return 1 if self.eval_interval is None else train_iters // self.eval_interval + 1
+
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
         if self.exit_signal != "SIGTERM" and not self.exit_signal_handler:

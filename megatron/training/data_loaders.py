@@ -60,9 +60,8 @@ def sample_counts(
     batch = batch_sizes.global_batch_size
     wanted = training.train_samples or batch_sizes.samples_after(train_iters)
     train = extend_blocks(progress.train_blocks, wanted)
-    rounds = train_iters // training.eval_interval + 1 if training.eval_interval is not None else 1
     evaluated = max(training.eval_iters, 0) * batch
-    return SampleCounts(train=train, valid=rounds * evaluated, test=evaluated)
+    return SampleCounts(train=train, valid=training.evaluations(train_iters) * evaluated, test=evaluated)
 
 
 def build_loaders(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigError, padded_vocab_size
+from megatron.config import ConfigError, TrainingConfig, padded_vocab_size
 from tests.config.conftest import Parse
 
 TABLES = Path(__file__).parents[1] / "fixtures" / "tables"
@@ -105,3 +106,9 @@ def test_the_number_of_processes_is_one_fact(parse: Parse) -> None:
     assert config.on(4).on(4) == config.on(4)
     with pytest.raises(ConfigError, match=r"--world-size 4: is not the number of processes .* has started, 8"):
         config.on(4).on(8)
+
+
+def test_evaluations_of_a_run_are_those_between_iterations_and_the_one_at_its_end() -> None:
+    training = TrainingConfig(micro_batch_size=1, eval_interval=10)
+    assert [training.evaluations(iterations) for iterations in (9, 10, 25)] == [1, 2, 3]
+    assert replace(training, eval_interval=None).evaluations(25) == 1
