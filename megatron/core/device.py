@@ -16,7 +16,7 @@ def choose_backend(requested: Backend | None) -> Backend:
     """NCCL where there is a GPU and gloo elsewhere, unless one is asked for.
 
     Raises:
-        ValueError: NCCL is asked for and there is no GPU.
+        UserError: NCCL is asked for and there is no GPU.
     """
     if requested is None:
         return "nccl" if torch.cuda.is_available() else "gloo"
@@ -36,7 +36,7 @@ def choose_device(backend: Backend, local_rank: int, *, gpu_per_task: bool = Fal
             sees.
 
     Raises:
-        ValueError: the node has fewer GPUs than ranks.
+        UserError: the node has fewer GPUs than ranks.
     """
     if backend == "gloo":
         return torch.device("cpu")

@@ -12,7 +12,6 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron.config.parallel import DEFAULT_ORDER
-from megatron.config.problems import UserError
 from megatron.core.comm_group import CommGroup
 from megatron.core.rank_grid import RankGrid, stage_channels
 
@@ -165,7 +164,7 @@ def grid_of_world(
     """
     model_size = tensor * pipeline * context
     if world_size % model_size != 0:
-        raise UserError(
+        raise ValueError(
             f"world size {world_size} is not divisible by tensor {tensor} × pipeline {pipeline} × context {context} "
             f"= {model_size}: start a multiple of {model_size} ranks"
         )
@@ -279,7 +278,7 @@ def describe_groups(grid: RankGrid, nodes: Sequence[str]) -> str:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    """Members of a group, shortened to `first:last:step` when they are many and evenly spaced."""
+    """Members of a group; many that are evenly spaced as `[0, 8, … 1528] (192 ranks, step 8)`."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if len(ranks) > 8 and ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):
         return f"[{ranks[0]}, {ranks[1]}, … {ranks[-1]}] ({len(ranks)} ranks, step {step})"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from math import prod
 
 from megatron.config.parallel import DEFAULT_ORDER
-from megatron.config.problems import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +32,10 @@ class RankGrid:
     def __post_init__(self) -> None:
         axes = tuple(self.order.split("-"))
         if sorted(axes) != sorted(("tp", "cp", "ep", "dp", "pp")):
-            raise UserError(f"rank order {self.order!r} must name each of tp, cp, ep, dp, pp once")
+            raise ValueError(f"rank order {self.order!r} must name each of tp, cp, ep, dp, pp once")
         for axis in axes:
             if self.size_of(axis) < 1:
-                raise UserError(f"size of axis {axis} is {self.size_of(axis)}; it must be at least 1")
+                raise ValueError(f"size of axis {axis} is {self.size_of(axis)}; it must be at least 1")
         object.__setattr__(self, "axes", axes)
 
     def size_of(self, axis: str) -> int:

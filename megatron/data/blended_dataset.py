@@ -31,7 +31,7 @@ class BlendedDataset:
         dataset_sample_index: [n] which of its samples that is.
 
     Raises:
-        ValueError: a part has fewer samples than the order draws from it.
+        UserError: a part has fewer samples than the order draws from it.
     """
 
     def __init__(
@@ -73,7 +73,8 @@ def blend_by_weights(
     """A blend of `size` samples in which each dataset has the share of its weight.
 
     Raises:
-        ValueError: a weight is not positive, or a dataset is too small for its share.
+        UserError: a dataset is too small for its share, or there are too many.
+        ValueError: a weight is not positive.
     """
     shares = normalize([float(weight) for weight in weights])
 
@@ -127,7 +128,7 @@ class BlockedDataset:
         sizes: samples of each block.
 
     Raises:
-        ValueError: a block has fewer samples than its size.
+        UserError: a block has fewer samples than its size.
     """
 
     def __init__(self, blocks: Sequence[SampleDataset], sizes: Sequence[int]) -> None:

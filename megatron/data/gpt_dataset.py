@@ -77,7 +77,7 @@ class GPTDataset:
 
         Raises:
             IndexError: there is no such sample.
-            ValueError: an id is outside the vocabulary.
+            UserError: an id is outside the vocabulary.
         """
         if not 0 <= index < len(self):
             raise IndexError(
@@ -130,7 +130,8 @@ def build_gpt_index(
         keep_last: keep the last sample of the split though it is short.
 
     Raises:
-        ValueError: samples are requested of a split without tokens, or more than an index in memory can place.
+        UserError: they are more than an index in memory can place.
+        ValueError: the split has no token.
     """
 
     def build() -> Mapping[str, npt.NDArray[Any]]:

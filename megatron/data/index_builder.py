@@ -74,7 +74,7 @@ def plan_epochs(
     """
     if tokens_per_epoch == 0:
         if requested:
-            raise UserError(f"{requested} samples are requested from documents that hold no token")
+            raise ValueError(f"{requested} samples are requested from documents that hold no token")
         return EpochPlan(num_epochs=1, num_samples=0, separate_final_epoch=False, samples_before_final_epoch=0)
     needed = (requested or 0) * sequence_length + extra_tokens
     num_epochs = max(1, -(-needed // tokens_per_epoch))
@@ -207,7 +207,7 @@ def sample_index_reference(
     positions = np.searchsorted(ends, borders + (extra_tokens - 1), side="right")
     if positions[-1] == ends.size:
         held = int(ends[-1]) if ends.size else 0
-        raise UserError(f"the documents hold {held} tokens, which end before sample {num_samples}")
+        raise ValueError(f"the documents hold {held} tokens, which end before sample {num_samples}")
     rows[1:, 0] = positions
     rows[1:, 1] = borders - (ends - ordered)[positions]
     return rows
@@ -225,7 +225,8 @@ def build_blend_index(weights: Sequence[float], size: int) -> tuple[npt.NDArray[
         dataset index [size] int16 and sample index within it [size] int64.
 
     Raises:
-        ValueError: no or too many datasets, or a weight that is not positive.
+        UserError: too many datasets.
+        ValueError: a weight that is not positive.
     """
     checked = np.asarray(weights, dtype=np.float64)
     _check_blend(checked)
@@ -257,7 +258,8 @@ def build_exhaustive_blend_index(
     """`build_blend_index` with shares proportional to `sizes`, drawing every sample exactly once.
 
     Raises:
-        ValueError: no or too many datasets, or an empty one.
+        UserError: too many datasets.
+        ValueError: an empty one.
     """
     checked = np.asarray(sizes, dtype=np.int64)
     _check_blend(checked)
@@ -292,7 +294,7 @@ def _check_blend(shares: npt.NDArray[np.float64] | npt.NDArray[np.int64]) -> Non
         raise UserError(f"a blend of {shares.size} datasets; 1 to {MAX_BLENDED_DATASETS} can be blended")
     if not (np.isfinite(shares).all() and (shares > 0).all()):
         refused = [float(share) for share in shares if not (np.isfinite(share) and share > 0)]
-        raise UserError(
+        raise ValueError(
             f"a blend with the weights {refused}: each must be a positive number; leave a dataset out that "
             "is not to be drawn"
         )

@@ -70,7 +70,7 @@ class IndexCache:
             build: makes the arrays; called in one process a file system.
 
         Raises:
-            ValueError: the folder that was asked for can not be written.
+            UserError: the folder that was asked for can not be written.
         """
         text = json.dumps({"kind": kind, **description}, indent=1, sort_keys=True)
         name = f"{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}-{kind}"
@@ -178,9 +178,9 @@ def _load(folder: Path, name: str) -> Arrays | None:
             path = folder / file_name
             status = path.stat()
             if status.st_size != expected["bytes"]:
-                raise UserError(f"{path.name} has {status.st_size} bytes, {expected['bytes']} were written")
+                raise ValueError(f"{path.name} has {status.st_size} bytes, {expected['bytes']} were written")
             if status.st_mtime_ns != expected["modified_ns"] and _checksum(path) != expected["crc32"]:
-                raise UserError(f"{path.name} has another checksum than when it was written")
+                raise ValueError(f"{path.name} has another checksum than when it was written")
             key = file_name.removeprefix(f"{name}-").removesuffix(".npy")
             arrays[key] = np.load(path, mmap_mode="r", allow_pickle=False)
         return arrays

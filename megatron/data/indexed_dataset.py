@@ -251,7 +251,7 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype)
         codes = {known: code for code, known in DTYPE_CODES.items()}
         if self.dtype not in codes:
-            raise UserError(f"{self.prefix}: type {self.dtype}; the format knows {', '.join(map(str, codes))}")
+            raise ValueError(f"{self.prefix}: type {self.dtype}; the format knows {', '.join(map(str, codes))}")
         self._code = codes[self.dtype]
         self._lengths = array("i")
         self._documents = array("q", [0])
@@ -273,6 +273,7 @@ class IndexedDatasetWriter:
         """Append one sequence to the document that is open.
 
         Raises:
+            UserError: the sequence is longer than the format holds.
             ValueError: an id does not fit the stored type.
         """
         ids = self._convert(tokens)
@@ -287,12 +288,13 @@ class IndexedDatasetWriter:
         """Append a whole document: its ids, and how many of them each of its sequences has.
 
         Raises:
+            UserError: a sequence is longer than the format holds.
             ValueError: the lengths do not add up, or an id does not fit the stored type.
         """
         ids = self._convert(tokens)
         counts = [int(length) for length in lengths]
         if sum(counts) != ids.size or min(counts, default=0) < 0:
-            raise UserError(f"{self.prefix}: a document of {ids.size} ids with sequences of {counts} ids")
+            raise ValueError(f"{self.prefix}: a document of {ids.size} ids with sequences of {counts} ids")
         self._bin.file.write(ids.tobytes())
         for count in counts:
             self._add_length(count)
@@ -333,12 +335,12 @@ class IndexedDatasetWriter:
         if ids.size == 0:
             return np.empty(0, dtype=self.dtype)
         if ids.ndim != 1:
-            raise UserError(f"{self.prefix}: ids of shape {ids.shape}, one dimension is expected")
+            raise ValueError(f"{self.prefix}: ids of shape {ids.shape}, one dimension is expected")
         if ids.dtype != self.dtype and np.issubdtype(self.dtype, np.integer):
             limits = np.iinfo(self.dtype)
             low, high = ids.min(), ids.max()
             if not np.issubdtype(ids.dtype, np.integer) or low < limits.min or high > limits.max:
-                raise UserError(
+                raise ValueError(
                     f"{self.prefix}: ids from {low} to {high} ({ids.dtype}) do not fit {self.dtype}; choose "
                     "the type by the vocabulary, see optimal_dtype"
                 )

@@ -59,7 +59,7 @@ class MicrobatchLoader(Generic[Batch]):
 
         Raises:
             IndexError: the order ends before.
-            ValueError: a sample does not belong to the vocabulary.
+            UserError: a sample does not belong to the vocabulary.
         """
         stride = self._micro_batch_size * self._dp_size
         starts = [consumed + number * stride for number in range(num_microbatches)]

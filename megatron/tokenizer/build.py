@@ -50,7 +50,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer of a configuration that keeps its rules, from local files only.
 
     Raises:
-        ValueError: a malformed file, or a `--vocab-size` that is not the tokenizer's.
+        UserError: a malformed file, or a `--vocab-size` that is not the tokenizer's.
     """
     tokenizer = _BUILDERS[config.tokenizer_type](config)
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:

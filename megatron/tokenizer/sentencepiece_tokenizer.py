@@ -26,7 +26,7 @@ class SentencePieceTokenizer:
         name: the `--tokenizer-type` it was asked for by.
 
     Raises:
-        ValueError: no file, not a SentencePiece model, or a model without an end-of-document piece.
+        UserError: no file, not a SentencePiece model, or a model without an end-of-document piece.
     """
 
     def __init__(self, model_file: str | Path, *, name: str = "SentencePieceTokenizer") -> None:

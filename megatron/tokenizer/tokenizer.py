@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
         """Id that ends a document.
 
         Raises:
-            ValueError: the files name no such token (possible for HuggingFaceTokenizer only; the other types
+            UserError: the files name no such token (possible for HuggingFaceTokenizer only; the other types
                 refuse to be built without one).
         """
 
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
         """Token ids of `text`, without EOD; only what the tokenizer's own files ask for is added.
 
         Raises:
-            ValueError: `text` holds a lone surrogate, which no tokenizer can keep.
+            UserError: `text` holds a lone surrogate, which no tokenizer can keep.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -64,7 +64,7 @@ def read_tokenizer_file(path: str | Path, *, flag: str, tokenizer_type: str, wha
     """Content of a tokenizer's file.
 
     Raises:
-        ValueError: the flag names no readable file.
+        UserError: the flag names no readable file.
     """
     file = Path(path)
     if not file.is_file():
@@ -80,7 +80,7 @@ def check_text(text: str) -> str:
     """`text` itself.
 
     Raises:
-        ValueError: it holds a lone surrogate (JSON's "\\ud800" gives one), which UTF-8 cannot write.
+        UserError: it holds a lone surrogate (JSON's "\\ud800" gives one), which UTF-8 cannot write.
     """
     try:
         text.encode()

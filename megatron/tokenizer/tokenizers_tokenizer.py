@@ -79,7 +79,7 @@ def gpt2_bpe_tokenizer(vocab_file: str | Path, merge_file: str | Path) -> Tokeni
     """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`; <|endoftext|> is EOD.
 
     Raises:
-        ValueError: a file is missing or malformed, <|endoftext|> or one of the 256 byte symbols is not in the
+        UserError: a file is missing or malformed, <|endoftext|> or one of the 256 byte symbols is not in the
             vocabulary.
     """
     name = "GPT2BPETokenizer"
@@ -126,7 +126,7 @@ def huggingface_tokenizer(path: str | Path) -> TokenizersTokenizer:
     it is the one well-known end token of the vocabulary, when there is exactly one.
 
     Raises:
-        ValueError: no such file, or files that disagree with each other.
+        UserError: no such file, or files that disagree with each other.
     """
     name = "HuggingFaceTokenizer"
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)

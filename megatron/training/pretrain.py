@@ -66,7 +66,7 @@ def pretrain(
     Raises:
         ConfigError, LaunchError: see `initialize_megatron`.
         CheckpointError: what `--load` names cannot be loaded, or `--save` cannot be written.
-        ValueError: the tokenizer, the data or the layout is not what the configuration says.
+        UserError: the tokenizer, the data or the layout is not what the configuration says.
         NonFiniteError: a loss or gradient norm was not finite.
 
         Without a context each of these ends the program with exit code 2 and the reason, printed once.

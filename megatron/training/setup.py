@@ -45,7 +45,7 @@ def build_vocabulary(config: MegatronConfig) -> Vocabulary:
     """The tokenizer's vocabulary, padded; an explicit `--padded-vocab-size` makes its rows part of the model.
 
     Raises:
-        ValueError: the tokenizer's files are missing or damaged, or it has more tokens than `--padded-vocab-size`.
+        UserError: the tokenizer's files are missing or damaged, or it has more tokens than `--padded-vocab-size`.
     """
     tokenizer = build_tokenizer(config.tokenizer)
     size = config.model_vocab_size(tokenizer.vocab_size)

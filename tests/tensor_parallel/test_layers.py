@@ -525,6 +525,7 @@ def indivisible_error(rank: int, world_size: int) -> list[str]:
     for layer, sizes in ((ColumnParallelLinear, (8, 10)), (RowParallelLinear, (10, 8))):
         with pytest.raises(ValueError, match="10") as error:
             layer(*sizes, **common)
+        assert error.type is ValueError  # a misuse: what a user asks for is checked with the configuration
         messages.append(str(error.value))
     return messages
 

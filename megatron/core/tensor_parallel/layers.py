@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.config.problems import UserError
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import Init, Piece, even_pieces
 from megatron.core.tensor_parallel.async_linear import main_grad_if_any, parallel_linear
@@ -27,7 +26,7 @@ from megatron.core.tensor_parallel.placement import Placement
 def _check_divisible(what: str, value: int, group: CommGroup) -> None:
     below = value // group.size * group.size
     if below != value:
-        raise UserError(
+        raise ValueError(
             f"{what} ({value}) must be divisible by the tensor-parallel size ({group.size}), "
             f"as {below} and {below + group.size} are"
         )
