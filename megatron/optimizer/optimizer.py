@@ -171,7 +171,7 @@ class MegatronOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """
         Raises:
-            ValueError: the state is another optimizer's.
+            UserError: the state is another optimizer's.
         """
         anew = "--no-load-optim starts the optimizer anew, --finetune the whole run"
         if state["rule"] != self.rule.name:
