@@ -70,7 +70,8 @@ class DataConfig:
         metadata=flag("Made-up documents whose tokens count up from 1, in place of a corpus.", affects="data"),
     )
     data_cache_path: str | None = field(
-        default=None, metadata=flag("Folder of the index files; beside the data when not given.", metavar="DIR")
+        default=None,
+        metadata=flag("Folder of the index files; beside the data when not given.", metavar="DIR", node_local=True),
     )
     seq_length: int = field(
         metadata=flag(

@@ -17,7 +17,8 @@ class LoggingConfig:
 
     log_interval: int = field(default=100, metadata=flag("Iterations between log lines.", at_least=1))
     log_json: str | None = field(
-        default=None, metadata=flag("File of one JSON object a step, in full precision.", metavar="FILE")
+        default=None,
+        metadata=flag("File of one JSON object a step, in full precision.", metavar="FILE", node_local=True),
     )
     log_throughput: bool = field(
         default=True,
@@ -37,7 +38,8 @@ class LoggingConfig:
         default="minmax", metadata=flag("Which ranks' times are reported.")
     )
     tensorboard_dir: str | None = field(
-        default=None, metadata=flag("Folder of the TensorBoard log; none is written when not given.", metavar="DIR")
+        default=None,
+        metadata=flag("Folder of the TensorBoard log; none is written when not given.", metavar="DIR", node_local=True),
     )
     tensorboard_log_interval: int = field(
         default=1, metadata=flag("Iterations between TensorBoard points.", at_least=1)

@@ -255,6 +255,18 @@ class MegatronConfig:
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
+    def values_of_all_ranks(self) -> dict[str, Any]:
+        """What every rank of a run has to be given alike, as JSON values by flag.
+
+        A corpus goes by its last name, since nodes may hold copies of it; what is a node's own is left out.
+        """
+        values = {}
+        for option in all_options():
+            value = _plain(getattr(getattr(self, option.section), option.field))
+            if not option.flag.node_local:
+                values[option.name] = [_last_name(word) for word in value] if option.flag.same_name else value
+        return values
+
 
 def difference(saved: MegatronConfig, present: MegatronConfig) -> list[Difference]:
     """The fields whose values differ, each with what the change affects.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import logging
 import os
 import socket
@@ -37,6 +38,8 @@ from megatron.training.failures import exiting, reason
 _TIME_TO_SPEAK = 5.0
 # Rank 0 may hold the store that the others ask whether to speak, so it leaves last: seconds that it waits for them.
 _TIME_TO_ASK = 2.0
+# Where the roll call keeps what rank 0 was started with.
+_OPTIONS_OF_RANK_0 = "options of rank 0"
 # Ranks of a node that `--print-parallel-groups --world-size N` assumes when nothing was launched.
 DEFAULT_RANKS_PER_NODE = 8
 
@@ -270,7 +273,8 @@ def _initialize(
             launched=launch.launched,
             say=partial(print, flush=True) if launch.rank == 0 else lambda text: None,
         )
-    # What the rooms below say (an index is built, waited for, kept in memory): one voice a node, the rest warn only.
+    # What the rooms below say (an index is built, waited for, damaged): one voice a node. The others are silent, short
+    # of an error, as they see the same files and would say the same.
     logging.basicConfig(format="%(message)s")
     logging.getLogger("megatron").setLevel(logging.INFO if launch.local_rank == 0 else logging.ERROR)
     parallel = config.parallel
@@ -294,7 +298,8 @@ def _initialize(
         raise LaunchError(str(error), speaks=launch.local_rank == 0) from error
     nodes, store = ["node0"], None
     if launch.launched:
-        nodes, store = _join_world(launch, backend, device, timedelta(minutes=parallel.distributed_timeout_minutes))
+        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        nodes, store = _join_world(launch, backend, device, timeout, config.values_of_all_ranks())
     state = parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -320,11 +325,19 @@ def _initialize(
 
 
 def _join_world(
-    launch: LaunchEnvironment, backend: devices.Backend, device: torch.device, timeout: timedelta
+    launch: LaunchEnvironment,
+    backend: devices.Backend,
+    device: torch.device,
+    timeout: timedelta,
+    options: Mapping[str, object],
 ) -> tuple[list[str], Store]:
     """Meet the other ranks and initialise `torch.distributed`; the node of each rank, and the store they met at.
 
-    A roll call comes before the communicators, whose own time-out would not say who is missing.
+    A roll call comes before the communicators, whose own time-out would not say who is missing. In it each rank says
+    what it was started with, too: ranks with other options would train together without a word, and wrongly.
+
+    Args:
+        options: what has to be the same on all ranks.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -347,7 +360,10 @@ def _join_world(
             speaks=launch.local_rank == 0,
         ) from error
     roll = PrefixStore("roll-call", store)
-    roll.set(str(rank), launch.node)
+    words = json.dumps(options, sort_keys=True)
+    if rank == 0:
+        roll.set(_OPTIONS_OF_RANK_0, words)
+    roll.set(str(rank), json.dumps([launch.node, hashlib.sha256(words.encode()).hexdigest()]))
     try:
         roll.wait([str(other) for other in range(world_size)], timeout)
     except dist.DistError as error:
@@ -365,7 +381,16 @@ def _join_world(
             f"{launch_line(world_size, launch.local_world_size, slurm=launch.slurm)}",
             speaks=rank == min(set(range(world_size)) - set(missing)),
         ) from error
-    nodes = [node.decode() for node in roll.multi_get([str(other) for other in range(world_size)])]
+    answers = [json.loads(answer) for answer in roll.multi_get([str(other) for other in range(world_size)])]
+    odd = [other for other, (_, digest) in enumerate(answers) if digest != answers[0][1]]
+    if odd:
+        raise LaunchError(
+            f"{_ranks(odd)} started with other options than rank 0: "
+            f"{_changes(json.loads(roll.get(_OPTIONS_OF_RANK_0)), json.loads(words))}; "
+            "start all ranks with the same command line and files",
+            speaks=rank == odd[0],
+        )
+    nodes = [node for node, _ in answers]
     dist.init_process_group(
         backend,
         store=PrefixStore("megatron", store),
@@ -374,6 +399,19 @@ def _join_world(
         timeout=timeout,
     )
     return nodes, store
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} was"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"ranks {', '.join(map(str, ranks[:8]))}{more} were"
+
+
+def _changes(first: Mapping[str, object], mine: Mapping[str, object]) -> str:
+    """The options of this rank that are not those of rank 0."""
+    flags = [flag for flag in mine.keys() | first.keys() if mine.get(flag) != first.get(flag)]
+    return ", ".join(f"{flag} {mine.get(flag)} (on rank 0 {first.get(flag)})" for flag in sorted(flags))
 
 
 def _node_warnings(state: ParallelState, config: MegatronConfig) -> list[str]:

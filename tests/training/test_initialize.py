@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -138,7 +138,7 @@ def test_launch_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- who is missing ----
 
 
-def _join(rank: int, world_size: int, port: int, seconds: float, sender) -> None:  # type: ignore[no-untyped-def]
+def _join(rank: int, world_size: int, port: int, seconds: float, options: dict[str, object], sender) -> None:  # type: ignore[no-untyped-def]
     """Join a world over TCP; tell what went wrong, and whether this rank should print it."""
     launch = LaunchEnvironment(
         rank=rank,
@@ -151,24 +151,50 @@ def _join(rank: int, world_size: int, port: int, seconds: float, sender) -> None
         hosts_store=rank == 0,
     )
     try:
-        initialize._join_world(launch, "gloo", torch.device("cpu"), timedelta(seconds=seconds))
+        initialize._join_world(launch, "gloo", torch.device("cpu"), timedelta(seconds=seconds), options)
         sender.send(("", False))
     except LaunchError as error:
         sender.send((str(error), error.speaks))
 
 
-def joined(present: list[int], world_size: int, seconds: float = 1.5) -> list[tuple[str, bool]]:
+def joined(
+    present: list[int], world_size: int, seconds: float = 1.5, odd: Mapping[int, dict[str, object]] = {}
+) -> list[tuple[str, bool]]:
+    """What each rank present says, and whether it speaks. odd: options of ranks that have not those of the others."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     receivers = []
     for rank in present:
         receiver, sender = _CONTEXT.Pipe(duplex=False)
-        _CONTEXT.Process(target=_join, args=(rank, world_size, port, seconds, sender), daemon=True).start()
+        options = odd.get(rank, {"--lr": 0.1, "--bf16": True})
+        _CONTEXT.Process(target=_join, args=(rank, world_size, port, seconds, options, sender), daemon=True).start()
         receivers.append(receiver)
     for receiver in receivers:
         assert receiver.poll(30), "a rank waits on"
     return [receiver.recv() for receiver in receivers]
+
+
+def test_ranks_that_were_started_with_other_options_are_refused_on_all_ranks() -> None:
+    """They would train together, and end with weights that no command line stands for."""
+    other = {"--lr": 0.2, "--bf16": True, "--new": "x"}
+    outcomes = joined([0, 1, 2], 3, seconds=20, odd={1: other, 2: other})
+    assert [speaks for _, speaks in outcomes] == [False, True, False]
+    assert "ranks 1, 2 were started with other options than rank 0: " in outcomes[1][0]
+    assert "--lr 0.2 (on rank 0 0.1), --new x (on rank 0 None); start all" in outcomes[1][0]
+
+
+def test_what_all_ranks_need_alike_leaves_out_what_is_a_nodes_own() -> None:
+    """A node may hold its copy of the corpus, and its index files, anywhere."""
+    config = tiny_config()
+
+    def values(prefix: str, **own: str) -> dict[str, object]:
+        data = replace(config.data, data_path=(prefix,), data_cache_path=own.get("cache"))
+        logs = replace(config.logging, log_json=own.get("log"), tensorboard_dir=own.get("board"))
+        return replace(config, data=data, logging=logs).values_of_all_ranks()
+
+    assert values("/here/alpha", cache="/a", log="/a/log") == values("/there/alpha", cache="/b", board="/b")
+    assert values("/here/alpha") != values("/here/beta")
 
 
 @pytest.mark.parametrize("present, missing", [([0, 1, 3], [2]), ([0, 2], [1, 3])])
