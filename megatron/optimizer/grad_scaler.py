@@ -92,7 +92,8 @@ class DynamicGradScaler:
                 self._scale = max(self._scale / 2, self.min_scale)
         else:
             self.growth_tracker += 1
-            if self.growth_tracker == self.growth_interval:
+            # More than the interval, where the state is of a run with a longer one.
+            if self.growth_tracker >= self.growth_interval:
                 self.growth_tracker = 0
                 self.hysteresis_tracker = self.hysteresis
                 self._scale *= 2
@@ -105,8 +106,12 @@ class DynamicGradScaler:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take over a saved state; an empty one, of a run without a dynamic scale, leaves the first scale."""
+        """Take over a saved state; an empty one, of a run without a dynamic scale, leaves the first scale.
+
+        A scale below the minimum of this run is raised to it: below it the first overflow would be an error, as if
+        there were nothing left to back off to.
+        """
         if state:
-            self._scale = float(state["scale"])
+            self._scale = max(float(state["scale"]), self.min_scale)
             self.growth_tracker = int(state["growth_tracker"])
             self.hysteresis_tracker = int(state["hysteresis_tracker"])

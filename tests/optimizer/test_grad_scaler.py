@@ -47,6 +47,22 @@ def test_a_resume_at_any_step_continues_the_script(case: dict[str, Any]) -> None
         scaler.update(bool(found_inf))
 
 
+def test_a_resume_with_a_shorter_window_grows_at_once_and_then_as_the_window_says() -> None:
+    scaler = DynamicGradScaler(initial_scale=1024.0, min_scale=1.0, growth_interval=4, hysteresis=2)
+    scaler.load_state_dict({"scale": 1024.0, "growth_tracker": 9, "hysteresis_tracker": 2})
+    scales = []
+    for _ in range(5):
+        scaler.update(found_inf=False)
+        scales.append(scaler.scale)
+    assert scales == [2048.0] * 4 + [4096.0]
+
+
+def test_a_resume_with_a_higher_minimum_starts_there() -> None:
+    scaler = DynamicGradScaler(initial_scale=2.0**18, min_scale=2.0**16, growth_interval=4, hysteresis=1)
+    scaler.load_state_dict({"scale": 1024.0, "growth_tracker": 0, "hysteresis_tracker": 1})
+    assert scaler.scale == 2.0**16
+
+
 def test_a_fixed_scale_stays() -> None:
     scaler = ConstantGradScaler(4096.0)
     scaler.update(found_inf=True)
