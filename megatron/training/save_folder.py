@@ -51,13 +51,31 @@ class SaveFolder:
                 held.enter_context(_lock(self.path / LOCK_FILE, patience, say))
             except NoLocksError as error:
                 say(f"warning: --save {self.path} has no file locks ({error}): do not start another run in it")
-            present = list_checkpoints(self.path)
-            if present and (wanted.load is None or Path(wanted.load).resolve() != self.path.resolve()):
-                raise CheckpointError(
-                    f"there are checkpoints of another run, up to iteration {present[-1]}, which this one would "
-                    f"replace; --load {self.path} goes on from them, another --save folder keeps both"
-                )
+            self._refuse_to_mix(wanted)
             self._held = held.pop_all()
+
+    def _refuse_to_mix(self, wanted: CheckpointConfig) -> None:
+        """No iteration may be saved beside, or in place of, one that this run has not gone through."""
+        present = list_checkpoints(self.path)
+        if not present:
+            return
+        if wanted.load is None or Path(wanted.load).resolve() != self.path.resolve():
+            raise CheckpointError(
+                f"there are checkpoints of another run, up to iteration {present[-1]}, which this one would "
+                f"replace; --load {self.path} goes on from them, another --save folder keeps both"
+            )
+        if wanted.finetune:
+            raise CheckpointError(
+                f"there are checkpoints up to iteration {present[-1]}, which a --finetune would replace from iteration "
+                "0 on; another --save folder keeps both, without --finetune the run goes on from the last"
+            )
+        later = [iteration for iteration in present if wanted.ckpt_step is not None and iteration > wanted.ckpt_step]
+        if later:
+            raise CheckpointError(
+                f"--ckpt-step {wanted.ckpt_step} leaves the checkpoints of later iterations, {later[0]} to {later[-1]}, "
+                "which this run would replace one by one; another --save folder keeps both, moving them away makes "
+                "room, without --ckpt-step the run goes on from the last"
+            )
 
     def close(self) -> None:
         """Leave the folder to others."""

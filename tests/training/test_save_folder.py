@@ -33,6 +33,31 @@ def test_checkpoints_of_another_run_are_not_replaced(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == (2, 4, 5)
 
 
+def test_a_finetune_does_not_replace_what_it_starts_from(tmp_path: Path) -> None:
+    first, new = tmp_path / "first", tmp_path / "new"
+    trained("--save", str(first), "--train-iters", "4")
+    finetune = ("--load", str(first), "--finetune", "--train-iters", "3")
+    with pytest.raises(CheckpointError, match=r"up to iteration 4, .* another --save folder keeps both"):
+        trained(*finetune, "--save", str(first))
+    assert list_checkpoints(first) == (4,)
+    trained(*finetune, "--save", str(new))
+    assert list_checkpoints(new) == (3,)
+
+
+def test_a_step_back_does_not_mix_its_iterations_with_the_later_ones(tmp_path: Path) -> None:
+    old, run = tmp_path / "old", ("--train-iters", "5", "--override-opt_param-scheduler")
+    trained("--save", str(old), "--save-interval", "1", "--train-iters", "4")
+    back = ("--load", str(old), "--ckpt-step", "2", *run)
+    with pytest.raises(CheckpointError, match=r"--ckpt-step 2 leaves the checkpoints of later iterations, 3 to 4, "):
+        trained(*back, "--save", str(old))
+    assert list_checkpoints(old) == (1, 2, 3, 4)
+    trained(*back, "--save", str(tmp_path / "new"))
+    for iteration in (3, 4):
+        (old / f"iter_{iteration:07d}").rename(tmp_path / f"iter_{iteration:07d}")
+    trained(*back, "--save", str(old))
+    assert list_checkpoints(old) == (1, 2, 5)
+
+
 def test_a_folder_whose_checkpoints_can_not_be_listed_is_left_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
