@@ -16,8 +16,9 @@ from megatron.core.file_lock import FileLock, NoLocksError, holder_of, try_lock
 from megatron.training.initialize import MegatronContext
 
 LOCK_FILE = ".lock"
-# A killed process is gone when its memory is freed. That a whole node is gone, NFS learns when its lease has run out.
-_PATIENCE_ON_THIS_HOST, _PATIENCE_FOR_ANOTHER = 5.0, 100.0
+# Ranks whose launcher was killed end after their iteration. That a whole node is gone, NFS learns when its lease has run
+# out.
+_PATIENCE_ON_THIS_HOST, _PATIENCE_FOR_ANOTHER = 60.0, 100.0
 _POLL_SECONDS = 0.2
 
 

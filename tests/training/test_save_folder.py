@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import errno
+import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.checkpointing import CheckpointError, list_checkpoints
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.core.file_lock import try_lock
 from megatron.training import save_folder
 from megatron.training.save_folder import LOCK_FILE
-from tests.helpers.launch import launch_tiny, pretrain_tiny
+from tests.helpers.launch import launch, launch_tiny, pretrain_gpt, pretrain_tiny
+from tests.helpers.tiny import TINY_GPT
 from tests.training.runs import trained
 
 
@@ -82,11 +86,18 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def impatient() -> None:
+    """The program of a rank that waits a moment for the holder of its folder."""
+    save_folder._PATIENCE_ON_THIS_HOST = 0.5
+    pretrain_gpt()
+
+
 def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     first = launch_tiny(tmp_path, *RUN, "--train-iters", "100000", ranks=2)
     wait_until(lambda: bool(list_checkpoints(tmp_path / "saved")))
     holder = (tmp_path / "saved" / LOCK_FILE).read_text()
-    second = pretrain_tiny(tmp_path, *RUN, "--train-iters", "100000", ranks=2)
+    arguments = [*TINY_GPT, *RUN, "--train-iters", "100000"]
+    second = launch(impatient, arguments, ranks=2, folder=tmp_path).wait()
     alive = [process.is_alive() for process in first.processes]
     first.kill()
     assert alive == [True, True]
@@ -138,6 +149,29 @@ def test_the_holder_on_another_node_is_waited_for(
     trained("--save", str(tmp_path))
     ended.join()
     assert "is held by process 7 on another-node since then: waiting up to 100 s" in capsys.readouterr().out
+
+
+def test_the_holder_on_this_host_is_waited_for_as_long_as_its_iteration_may_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks whose launcher was killed train on until they look for it."""
+    lock = try_lock(tmp_path / LOCK_FILE)
+    assert lock is not None
+    now, said = 0.0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 10.0
+        if now >= 50.0:
+            lock.close()
+
+    monkeypatch.setattr(save_folder, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    folder = save_folder.SaveFolder(tmp_path)
+    folder.claim(CheckpointConfig(save=str(tmp_path)), 300.0, said.append)
+    folder.close()
+    (line,) = said
+    assert f" on {socket.gethostname()} since " in line
+    assert line.endswith(": waiting up to 60 s for its end")
 
 
 def test_a_file_system_without_locks_is_warned_of(
