@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,7 @@ def read_text(line: bytes, where: str) -> dict[str, Any]:
         where: file and line, for messages.
 
     Raises:
-        UserError: invalid UTF-8, invalid JSON, or not an object.
+        UserError: invalid UTF-8, invalid JSON, a number of thousands of digits, or not an object.
     """
     try:
         record = json.loads(line.decode())
@@ -174,6 +175,9 @@ def read_text(line: bytes, where: str) -> dict[str, Any]:
         ) from None
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON: {error.msg} at character {error.pos + 1} of the line") from None
+    except ValueError:  # the only other one that the reader raises
+        most = sys.get_int_max_str_digits()
+        raise UserError(f"{where}: a number with more digits than the {most:,} allowed") from None
     except RecursionError:
         raise UserError(f"{where}: JSON nested too deeply") from None
     if not isinstance(record, dict):

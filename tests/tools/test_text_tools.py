@@ -166,6 +166,7 @@ GOOD = b'{"text": "good"}\n'
         (b'{"text": "\xff"}', "byte 11 of the line is not valid UTF-8"),
         (b'{"text": "\\ud800"}', "key 'text': character 0 of the text is the lone surrogate U+D800"),
         (b"[" * 100_000, "JSON nested too deeply"),
+        (b'{"text": "a", "n": ' + b"1" * 6000 + b"}", "a number with more digits than the 4,300 allowed"),
     ],
 )
 def test_a_broken_line_is_named_with_file_and_number_and_leaves_nothing(
@@ -182,6 +183,13 @@ def test_a_broken_line_is_named_with_file_and_number_and_leaves_nothing(
     assert f"error: {source}, line 4" in error
     assert message in error
     assert names(output) == []
+
+
+def test_a_broken_line_is_named_where_a_tokenizer_is_trained(tmp_path: Path) -> None:
+    source = tmp_path / "corpus.jsonl"
+    source.write_bytes(GOOD + b'{"text": "a", "n": ' + b"1" * 6000 + b"}\n")
+    words = ["--input", source, "--output-prefix", tmp_path / "tokenizer"]
+    assert f"error: {source}, line 2: a number with more digits" in run("train_tokenizer", *words, status=2)
 
 
 def test_the_line_number_is_right_in_a_later_batch(tmp_path: Path) -> None:
