@@ -22,7 +22,7 @@ from command_line import Parser, elapsed, run_tool, say
 from megatron.checkpointing import load_checkpoint, model_tensors
 from megatron.config.arguments import add_to_parser
 from megatron.config.megatron_config import MegatronConfig, section_problems
-from megatron.config.options import section_options
+from megatron.config.options import flag_name, section_options
 from megatron.config.pipeline_layout import StageLayout
 from megatron.config.problems import ConfigError, UserError
 from megatron.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
@@ -43,6 +43,9 @@ def load_model(
 
     Args:
         files: paths of the tokenizer's files that take the place of those of the training, by field.
+
+    Raises:
+        UserError: the tokenizer has another number of tokens than the model.
     """
     world = CommGroup.single("world")
     checkpoint = load_checkpoint(folder, step=step, world=world)
@@ -51,6 +54,14 @@ def load_model(
     full = replace(config.optimizer, precision="fp64" if config.optimizer.precision == "fp64" else "fp32")
     config = replace(config, tokenizer=tokenizer_of(config.tokenizer, files), optimizer=full)
     vocabulary = build_vocabulary(config)
+    rows = checkpoint.tensors["model.embedding.word_embeddings.weight"].shape[0]
+    if vocabulary.size != rows:
+        paths = {field: getattr(config.tokenizer, field) for field in TOKENIZER_FILES}
+        shown = " ".join(f"{flag_name(field)} {path}" for field, path in paths.items() if path is not None)
+        raise UserError(
+            f"{shown or config.tokenizer.tokenizer_type}: the tokenizer has {vocabulary.size:,} tokens, and the model "
+            f"was trained with {rows:,}; give the tokenizer of the training"
+        )
     context = MegatronContext(config=config, state=ParallelState.single(), device=device, extra=argparse.Namespace())
     stage = StageLayout(stage=0, chunk=0, layers=range(config.model.num_layers), has_embedding=True, has_output=True)
     model = gpt_model(context, stage, vocabulary)
@@ -65,6 +76,8 @@ def tokenizer_of(trained: TokenizerConfig, files: Mapping[str, Any]) -> Tokenize
         ConfigError: a file is not there, or the tokenizer has no such file.
     """
     config = replace(trained, **files)
+    if config.tokenizer_type != "NullTokenizer":  # what size its files must have is for the model to say
+        config = replace(config, vocab_size=None)
     problems = section_problems(config)
     given = {option.name for option in section_options("tokenizer", TokenizerConfig) if option.field in files}
     for problem in config.file_problems():
@@ -96,6 +109,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.num_tokens < 1:
         raise UserError(f"--num-tokens ({options.num_tokens}) must be at least 1")
+    if not 0 <= options.seed < 2**64:  # what torch's generator takes
+        raise UserError(f"--seed ({options.seed}) must be at least 0 and less than 2^64")
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     print(f"reading {options.load}", file=sys.stderr)
     model, tokenizer, config = load_model(options.load, options.ckpt_step, files, device)

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.shard import shard_of
 from tests.helpers.numerics import assert_bitwise
-from tests.helpers.tokenizer_files import BOTCHAN_MODEL
+from tests.helpers.tokenizer_files import BOTCHAN_MODEL, mistral_model
 from tests.helpers.tools import ROOT, run
 from tests.training.runs import trained
 from tests.training.test_train_step import state_of
@@ -75,6 +75,17 @@ def test_a_file_that_the_tokenizer_has_not_is_refused(trained_folder: Path) -> N
     assert "SentencePieceTokenizer does not use it" in said
 
 
+def test_a_tokenizer_of_another_size_is_named_with_both_sizes(trained_folder: Path) -> None:
+    other = mistral_model()
+    said = sample(trained_folder, "--tokenizer-model", str(other), status=2)
+    assert f"--tokenizer-model {other}: the tokenizer has 32,000 tokens, and the model was trained with 1,000" in said
+    assert len(said.splitlines()) == 2, said  # with the line of what is read
+
+
+def test_the_smallest_temperature_takes_the_most_likely_token(trained_folder: Path) -> None:
+    assert sample(trained_folder, "--temperature", "1e-320") == sample(trained_folder, "--temperature", "0")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -82,6 +93,8 @@ def test_a_file_that_the_tokenizer_has_not_is_refused(trained_folder: Path) -> N
         (["--num-tokens", "-3"], "--num-tokens (-3) must be at least 1"),
         (["--temperature", "-1"], "--temperature (-1.0) must be 0 or more"),
         (["--temperature", "nan"], "--temperature (nan) must be 0 or more"),
+        (["--seed", "99999999999999999999"], "--seed (99999999999999999999) must be at least 0 and less than 2^64"),
+        (["--seed", "-1"], "--seed (-1) must be at least 0"),
         (["--tokens", "3"], "--tokens: is not a known flag; --num-tokens is the nearest"),
     ],
 )
