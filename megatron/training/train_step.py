@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 
@@ -16,73 +17,118 @@ from megatron.core.device import to_device
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads, non_finite_gradients
 from megatron.core.pipeline_parallel.executor import ChunkForward
 from megatron.core.tensor_parallel.random import DropoutStream
+from megatron.optimizer.optimizer import UpdateReport
 from megatron.training.metrics import StepReport
+from megatron.training.microbatches import BatchSize
 from megatron.training.run import Loader, Microbatch, Run
 
 # What runs through the chunks: a micro-batch, and its dropout unless it is evaluated.
 Fed = tuple[Microbatch, DropoutStream | None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """What an iteration begins with.
+
+    Attributes:
+        start: a reading of `time.perf_counter`.
+        counts: of each loss term the tokens in the global batch.
+        divisors: of each micro-batch what its loss sums are divided by.
+        learning_rate, weight_decay, loss_scale: those that this iteration uses.
+    """
+
+    start: float
+    batch: BatchSize
+    microbatches: Sequence[Fed]
+    counts: Mapping[str, Tensor]
+    divisors: Sequence[Mapping[str, Tensor]]
+    learning_rate: float
+    weight_decay: float
+    loss_scale: float
+
+    @property
+    def has_all_terms(self) -> bool:
+        """Whether each loss term has a token. The host waits for it, and for all that it has queued on a GPU."""
+        return all(float(count) > 0 for count in self.counts.values())
+
+
 def train_step(run: Run) -> StepReport:
     """Train on the next global batch and count it in `run.progress`."""
-    start = time.perf_counter()
-    progress, state, optimizer, scheduler = run.progress, run.state, run.optimizer, run.scheduler
-    batch = run.batch_sizes.at(progress.consumed_train_samples)
-
-    with run.timers("batch-generator"):
-        read = run.loaders.train.microbatches(progress.consumed_train_samples, batch.num_microbatches)
-        counts = global_counts(read, state.data_context, run.device)
-        divisors = _divisors(run, read, counts)
-        microbatches = [_with_dropout(run, microbatch) for microbatch in read]
-
-    learning_rate, weight_decay, loss_scale = scheduler.lr, scheduler.weight_decay, optimizer.loss_scale
+    begun = _begin(run)
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     with run.timers("forward-backward"):
         sums = run.executor.run(
-            run.plans(batch.num_microbatches, False),
-            microbatches,
+            run.plans(begun.batch.num_microbatches, False),
+            begun.microbatches,
             _forward_step(run),
-            divisors=divisors,
-            loss_scale=loss_scale,
+            divisors=begun.divisors,
+            loss_scale=begun.loss_scale,
             forward_only=False,
             timed=partial(run.timers, level=2),
         )
     faults = non_finite_gradients(run.chunks) if run.looks_for_nan else []
     with run.timers("grads-reduce"):
-        finalize_model_grads(run.chunks, tensor=state.tensor, embedding=state.embedding)
-    losses: dict[str, float] = {}
-    # Only now does the host look at a number, and wait for all that it has queued on a GPU.
-    if all(float(count) > 0 for count in counts.values()):
-        optimizer.set_schedule(learning_rate, weight_decay)
-        with run.timers("optimizer"):
-            update = optimizer.step()
-        losses = mean_losses(_total(sums), counts, state.data_context)
-    else:  # a batch without a single token of some term: its mean is not known, so nothing is learnt from it
-        update = optimizer.skip_step()
+        finalize_model_grads(run.chunks, tensor=run.state.tensor, embedding=run.state.embedding)
+    update = _update(run, begun)
     if update.applied:
-        scheduler.step(increment=batch.global_batch_size)
+        run.scheduler.step(increment=begun.batch.global_batch_size)
+    return _report(run, begun, sums, update, faults)
 
+
+def _begin(run: Run) -> Begun:
+    """Read the next global batch."""
+    start, consumed = time.perf_counter(), run.progress.consumed_train_samples
+    batch = run.batch_sizes.at(consumed)
+    with run.timers("batch-generator"):
+        read = run.loaders.train.microbatches(consumed, batch.num_microbatches)
+        counts = global_counts(read, run.state.data_context, run.device)
+        return Begun(
+            start=start,
+            batch=batch,
+            microbatches=[_with_dropout(run, microbatch) for microbatch in read],
+            counts=counts,
+            divisors=_divisors(run, read, counts),
+            learning_rate=run.scheduler.lr,
+            weight_decay=run.scheduler.weight_decay,
+            loss_scale=run.optimizer.loss_scale,
+        )
+
+
+def _update(run: Run, begun: Begun) -> UpdateReport:
+    """The optimizer's step. A mean without a token is not known, so nothing is learnt from such a batch."""
+    if not begun.has_all_terms:
+        return run.optimizer.skip_step()
+    run.optimizer.set_schedule(begun.learning_rate, begun.weight_decay)
+    with run.timers("optimizer"):
+        return run.optimizer.step()
+
+
+def _report(
+    run: Run, begun: Begun, sums: Sequence[Mapping[str, Tensor]], update: UpdateReport, faults: Sequence[str]
+) -> StepReport:
+    """Count the batch, and tell of it."""
+    progress, size = run.progress, begun.batch.global_batch_size
     progress.iteration += 1
-    progress.consumed_train_samples += batch.global_batch_size
-    nan = not (update.overflow or isfinite(update.grad_norm)) or _any_is_not_finite(losses, run)
+    progress.consumed_train_samples += size
+    losses = mean_losses(_total(sums), begun.counts, run.state.data_context) if begun.has_all_terms else {}
     return StepReport(
         iteration=progress.iteration,
         losses=losses,
         applied=update.applied,
-        nan=nan,
+        nan=not (update.overflow or isfinite(update.grad_norm)) or _any_is_not_finite(losses, run),
         faults=faults,
         grad_norm=update.grad_norm,
         num_zeros=update.num_zeros,
-        params_norm=optimizer.params_norm() if run.config.logging.log_params_norm else None,
-        loss_scale=loss_scale,
-        learning_rate=learning_rate,
-        next_learning_rate=scheduler.lr,
-        weight_decay=weight_decay,
-        global_batch_size=batch.global_batch_size,
+        params_norm=run.optimizer.params_norm() if run.config.logging.log_params_norm else None,
+        loss_scale=begun.loss_scale,
+        learning_rate=begun.learning_rate,
+        next_learning_rate=run.scheduler.lr,
+        weight_decay=begun.weight_decay,
+        global_batch_size=size,
         consumed_samples=progress.consumed_train_samples,
-        tokens=batch.global_batch_size * run.config.data.seq_length,
-        seconds=time.perf_counter() - start,
+        tokens=size * run.config.data.seq_length,
+        seconds=time.perf_counter() - begun.start,
     )
 
 

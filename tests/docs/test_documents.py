@@ -154,6 +154,16 @@ def test_every_module_is_in_the_architecture_once() -> None:
     assert sorted({file for file in named if named.count(file) > 1}) == []
 
 
+def test_the_verbs_of_a_step_are_those_of_the_code() -> None:
+    """Line by line, and in this order; three dots stand for arguments."""
+    code = (ROOT / "megatron" / "training" / "train_step.py").read_text(encoding="utf-8")
+    _, *shown = blocks(ARCHITECTURE, "python")[0].splitlines()
+    lines = [re.escape(line.partition("  #")[0].strip()).replace(re.escape("..."), ".*?") for line in shown]
+    body = code[code.index("def train_step(") : code.index("def _begin(")]
+    assert [line for line in lines if not re.search(line, body, re.DOTALL)] == []
+    assert re.search(".*?".join(lines), body, re.DOTALL)
+
+
 def test_every_tool_is_in_the_architecture() -> None:
     tools = {file for file in (ROOT / "tools").iterdir() if file.suffix in (".py", ".sh")}
     assert tools <= set(named_in_rooms())
