@@ -88,7 +88,7 @@ class DropoutStream:
         sample_ids: [b] int64 on the host, which sample of the run (not of the micro-batch) each column of the batch is.
         device: where the masks are made.
         keys: [b] int64 on `device`, one key per sample; derived.
-        first_key: that of the first sample, on the host; derived.
+        first_key: [] that of the first sample, on the host, to be read without waiting; derived.
     """
 
     seed: int
@@ -96,13 +96,13 @@ class DropoutStream:
     sample_ids: Tensor
     device: torch.device = _HOST
     keys: Tensor = field(init=False)
-    first_key: int = field(init=False)
+    first_key: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         start = torch.zeros_like(self.sample_ids, dtype=torch.int64)
         keys = _absorb(_absorb(_absorb(start, self.seed), self.iteration), self.sample_ids.to(torch.int64))
         object.__setattr__(self, "keys", to_device(keys, self.device))
-        object.__setattr__(self, "first_key", int(keys[0]))
+        object.__setattr__(self, "first_key", keys[0])
 
 
 def _row_keys(sample_keys: Tensor, shape: Sequence[int], starts: Sequence[int], sample_dim: int) -> Tensor:
@@ -281,7 +281,7 @@ def torch_draws(stream: DropoutStream, *, layer: int, site: int, start: int) -> 
     """
     generator = _default_generator(stream.device)
     present = generator.get_state()
-    generator.manual_seed(_absorb(_absorb(stream.first_key, _salt(layer, site)), start))
+    generator.manual_seed(_absorb(_absorb(int(stream.first_key), _salt(layer, site)), start))
     try:
         yield
     finally:
