@@ -16,8 +16,7 @@ from megatron.core.file_lock import FileLock, NoLocksError, holder_of, try_lock
 from megatron.training.initialize import MegatronContext
 
 LOCK_FILE = ".lock"
-# Ranks whose launcher was killed end after their iteration. That a whole node is gone, NFS learns when its lease has run
-# out.
+# Ranks whose launcher was killed end after their iteration. Of a node that is gone NFS learns when its lease ends.
 _PATIENCE_ON_THIS_HOST, _PATIENCE_FOR_ANOTHER = 60.0, 100.0
 _POLL_SECONDS = 0.2
 
@@ -73,7 +72,7 @@ class SaveFolder:
         later = [iteration for iteration in present if wanted.ckpt_step is not None and iteration > wanted.ckpt_step]
         if later:
             raise CheckpointError(
-                f"--ckpt-step {wanted.ckpt_step} leaves the checkpoints of later iterations, {later[0]} to {later[-1]}, "
+                f"--ckpt-step {wanted.ckpt_step} leaves checkpoints of later iterations, {later[0]} to {later[-1]}, "
                 "which this run would replace one by one; another --save folder keeps both, moving them away makes "
                 "room, without --ckpt-step the run goes on from the last"
             )
