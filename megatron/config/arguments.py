@@ -60,11 +60,11 @@ def parse_arguments(
     flags, config_files, print_config = _take_own_flags(_split(words))
     if len(config_files) > 1:
         rule = "are several files, and a run has one"
-        reader.problems.append(
-            Problem(flags=("--config",), value=" ".join(config_files), rule=rule, works="one of them")
-        )
-    for config_file in config_files[:1]:
+        raise ConfigError([Problem(flags=(CONFIG,), value=" ".join(config_files), rule=rule, works="one of them")])
+    for config_file in config_files:
         entries, problems = read_yaml(config_file, section_classes())
+        if any(problem.flags == (CONFIG,) for problem in problems):
+            raise ConfigError(problems)  # alone: what else is missing may stand in the file
         reader.problems += problems
         reader.read_entries(entries)
     reader.read_flags(flags)

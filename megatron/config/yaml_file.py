@@ -23,14 +23,14 @@ class Entry:
 
 
 class _Loader(yaml.SafeLoader):
-    """Leaves numbers as written, so that a key reads them as its flag does: to YAML, 010 is 8 and 1:30 is 90."""
+    """Leaves numbers and dates as written, so that a key reads them as its flag does: to YAML, 010 is 8, 1:30 is 90."""
 
 
 def _as_written(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
     return str(node.value)
 
 
-for _tag in ("int", "float"):
+for _tag in ("int", "float", "timestamp"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _as_written)
 
 
@@ -59,6 +59,8 @@ def read_yaml(path: str, sections: Mapping[str, object]) -> tuple[list[Entry], l
             rule = "must hold keys and values, `num_layers: 24`"
             return [], [Problem(flags=("--config",), value=path, rule=rule)]
         entries = list(_entries(loader, root, file.name, sections, ""))
+    except RecursionError:
+        return [], [Problem(flags=("--config",), value=path, rule="is nested too deeply")]
     except yaml.YAMLError as error:
         return [], [Problem(flags=("--config",), value=path, rule=f"is not YAML: {error}")]
     finally:
@@ -70,6 +72,9 @@ def _entries(
     loader: yaml.SafeLoader, node: yaml.MappingNode, file: str, sections: Mapping[str, object], section: str
 ) -> Iterator[Entry]:
     for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            problem = "a list or a mapping stands where a key must"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         key = str(key_node.value)
         if not section and key in sections and isinstance(value_node, yaml.MappingNode):
             yield from _entries(loader, value_node, file, sections, key)

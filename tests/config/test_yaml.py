@@ -90,6 +90,11 @@ def test_flags_override_the_file(written: Written) -> None:
         ("use_distributed_optimizer: true", ["run.yaml:1 use_distributed_optimizer", "not available"]),
         ("seed: [1", ["is not YAML"]),
         ("- 1", ["must hold keys"]),
+        pytest.param(f"split: {'[' * 3000}{']' * 3000}", ["run.yaml: is nested too deeply"], id="nested"),
+        ("? [seed]\n: 1", ["a list or a mapping stands where a key must", "line 1"]),
+        ("data:\n  ? {a: b}\n  : 1", ["a list or a mapping stands where a key must", "line 2"]),
+        ("split: {[a]: 1}", ["run.yaml: is not YAML"]),
+        ("seed: 2001-99-99", ["run.yaml:1 seed 2001-99-99", "a whole number"]),
         ("window_size: [1, 2, 3]", ["run.yaml:1 window_size", "2 words"]),
         ("a: 1", ["run.yaml:1 a: is not a known flag", "--help lists all flags"]),
         ("num_layers: 1:30", ["run.yaml:1 num_layers 1:30", "a whole number"]),
@@ -105,9 +110,16 @@ def test_a_key_that_cannot_be_honoured_is_refused_with_its_line(written: Written
         assert word in str(caught.value)
 
 
-def test_a_missing_file_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--config nowhere\.yaml: no such file"):
-        read(*command_line(), "--config", "nowhere.yaml")
+@pytest.mark.parametrize("text, rule", [(None, "no such file"), ("seed: [1", "is not YAML"), ("- 1", "must hold keys")])
+def test_a_file_that_cannot_be_read_is_all_that_is_wrong(tmp_path: Path, text: str | None, rule: str) -> None:
+    """What the file might have given is not reported as missing."""
+    file = tmp_path / "run.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read("--config", str(file))
+    assert [problem.flags for problem in caught.value.problems] == [("--config",)]
+    assert f"--config {file}: {rule}" in str(caught.value)
 
 
 def test_a_file_that_is_not_in_utf_8_is_refused(tmp_path: Path) -> None:
