@@ -1,6 +1,7 @@
 """Reads what a training writes with `--log-json`."""
 
 import json
+import operator
 from pathlib import Path
 
 from command_line import say
@@ -23,9 +24,10 @@ def read_losses(path: Path) -> dict[str, dict[int, float]]:
     for line in lines:
         try:
             row = json.loads(line)
+            iteration = operator.index(row["iteration"])
             losses = {name: float(row[name]) for name in row if "loss" in name and name != "loss_scale"}
             for name, loss in losses.items():
-                curves.setdefault(name, {})[row["iteration"]] = loss
+                curves.setdefault(name, {})[iteration] = loss
         except (ValueError, TypeError, KeyError):
             skipped += 1
     if not curves:

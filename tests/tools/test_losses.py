@@ -106,6 +106,9 @@ def test_a_curve_is_drawn_beside_a_line(tmp_path: Path, line: tuple[str, str]) -
         b'{"iteration": 30, "lm lo',  # a killed run was writing it
         b'{"iteration": 30, "lm l{"iteration": 40, "lm loss": 1.0}\n',  # and a resumed one went on in the line
         b"\xff\xfe\n",
+        b'{"iteration": "30", "lm loss": 1.0}\n',
+        b'{"iteration": null, "lm loss": 1.0}\n',
+        b'{"iteration": 1e3, "lm loss": 1.0}\n',
     ],
 )
 def test_a_torn_line_is_left_out_with_a_word(tmp_path: Path, torn: bytes) -> None:
