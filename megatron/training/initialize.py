@@ -38,8 +38,8 @@ from megatron.training.failures import exiting, reason
 _TIME_TO_SPEAK = 5.0
 # Rank 0 may hold the store that the others ask whether to speak, so it leaves last: seconds that it waits for them.
 _TIME_TO_ASK = 2.0
-# Where the roll call keeps what rank 0 was started with.
-_OPTIONS_OF_RANK_0 = "options of rank 0"
+# Where rank 0 says whose store it is, outside of all prefixes, and in the roll call what it was started with.
+_JOB_OF_RANK_0, _OPTIONS_OF_RANK_0 = "job of rank 0", "options of rank 0"
 # Ranks of a node that `--print-parallel-groups --world-size N` assumes when nothing was launched.
 DEFAULT_RANKS_PER_NODE = 8
 
@@ -118,6 +118,8 @@ class LaunchEnvironment:
         node: the name of the node; two agents of `torchrun` on one machine count as the two nodes that they play.
         hosts_store: rank 0 must start the rendezvous store itself, as no `torchrun` agent did.
         slurm: `srun` has started this process, not `torchrun`.
+        job: what the launcher calls the run, the same on all its ranks and in all its attempts; "" where it has no
+            name. Ranks of another job that come to the same port are not ours.
         attempt: which restart this is, so that keys of an earlier attempt are not mistaken for ours.
         watched: an agent of `torchrun` has started this process, and ends it when another one fails.
     """
@@ -131,6 +133,7 @@ class LaunchEnvironment:
     master_addr: str = ""
     master_port: int = 0
     hosts_store: bool = False
+    job: str = ""
     attempt: str = "0"
     slurm: bool = False
     gpu_per_task: bool = False
@@ -197,6 +200,7 @@ def read_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
         master_addr=environment["MASTER_ADDR"],
         master_port=int(environment["MASTER_PORT"]),
         hosts_store=values["rank"] == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        job=_job(environment, values["rank"], values["world_size"]),
         attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
         watched="TORCHELASTIC_RUN_ID" in environment,
     )
@@ -207,6 +211,18 @@ def read_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
             f"{launch_line(launch.world_size, launch.local_world_size, slurm=slurm)}"
         )
     return launch
+
+
+def _job(environment: Mapping[str, str], rank: int, world_size: int) -> str:
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return f"torchrun {environment['TORCHELASTIC_RUN_ID']}"
+    job, step = environment.get("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID")
+    # Also where a script has given the numbers of Slurm other names. Ranks that something else has started inside of a
+    # job may be of several steps, and some of them may not know of Slurm.
+    numbers = (environment.get("SLURM_PROCID"), environment.get("SLURM_NTASKS"))
+    if job is None or step is None or numbers != (str(rank), str(world_size)):
+        return ""
+    return f"Slurm job {job} step {step}"
 
 
 def launch_line(world_size: int, ranks_per_node: int = DEFAULT_RANKS_PER_NODE, *, slurm: bool = False) -> str:
@@ -343,28 +359,41 @@ def _join_world(
         torch.cuda.set_device(device)
     rank, world_size = launch.rank, launch.world_size
     try:
-        store = PrefixStore(
-            f"attempt-{launch.attempt}",
-            TCPStore(
-                launch.master_addr,
-                launch.master_port,
-                is_master=launch.hosts_store,
-                timeout=timeout,
-                wait_for_workers=False,
-            ),
+        tcp_store = TCPStore(
+            launch.master_addr,
+            launch.master_port,
+            is_master=launch.hosts_store,
+            timeout=timeout,
+            wait_for_workers=False,
         )
     except dist.DistError as error:
+        if launch.hosts_store:
+            raise LaunchError(
+                f"rank 0 could not open MASTER_PORT {launch.master_port} on {socket.gethostname()}, which another run "
+                f"may hold: {error}; give each run a MASTER_PORT of its own"
+            ) from error
         raise LaunchError(
             f"rank {rank} could not reach the rendezvous at {launch.master_addr}:{launch.master_port}: {error}; start "
             f"rank 0 there first, or correct MASTER_ADDR and MASTER_PORT",
             speaks=launch.local_rank == 0,
         ) from error
+    # The job is in the prefix, so that a rank of another one is never taken for ours.
+    store = PrefixStore(f"{launch.job} attempt-{launch.attempt}", tcp_store)
     roll = PrefixStore("roll-call", store)
     words = json.dumps(options, sort_keys=True)
     if rank == 0:
+        tcp_store.set(_JOB_OF_RANK_0, launch.job)
         roll.set(_OPTIONS_OF_RANK_0, words)
     roll.set(str(rank), json.dumps([launch.node, hashlib.sha256(words.encode()).hexdigest()]))
     try:
+        host = tcp_store.get(_JOB_OF_RANK_0).decode()
+        if host != launch.job:
+            raise LaunchError(
+                f"rank {rank} of {launch.job or 'a run without a name'} met the ranks of another run, "
+                f"{host or 'one without a name'}, at {launch.master_addr}:{launch.master_port}; give each run a "
+                "MASTER_PORT of its own",
+                speaks=launch.local_rank == 0,
+            )
         roll.wait([str(other) for other in range(world_size)], timeout)
     except dist.DistError as error:
         try:

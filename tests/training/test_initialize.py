@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -100,6 +100,16 @@ def test_one_slurm_task_is_a_world_of_one_and_needs_no_address() -> None:
     assert read_launch_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == LaunchEnvironment()
 
 
+def test_what_the_launcher_calls_the_run() -> None:
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"}
+    renamed = {**SLURM, **step, "RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0"}
+    assert read_launch_environment({**SLURM, **step}).job == "Slurm job 7 step 2"
+    assert read_launch_environment(renamed).job == "Slurm job 7 step 2"
+    assert read_launch_environment({**renamed, "TORCHELASTIC_RUN_ID": "mine"}).job == "torchrun mine"
+    assert read_launch_environment({**TORCHRUN, **step}).job == "", "it may be of another step than its peers"
+    assert read_launch_environment(TORCHRUN).job == ""
+
+
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_an_incomplete_environment_is_refused_with_the_launch_line(missing: str) -> None:
     variables = {name: value for name, value in TORCHRUN.items() if name != missing}
@@ -138,7 +148,9 @@ def test_launch_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- who is missing ----
 
 
-def _join(rank: int, world_size: int, port: int, seconds: float, options: dict[str, object], sender) -> None:  # type: ignore[no-untyped-def]
+def _join(  # type: ignore[no-untyped-def]
+    rank: int, world_size: int, port: int, seconds: float, options: dict[str, object], job: str, sender
+) -> None:
     """Join a world over TCP; tell what went wrong, and whether this rank should print it."""
     launch = LaunchEnvironment(
         rank=rank,
@@ -149,6 +161,7 @@ def _join(rank: int, world_size: int, port: int, seconds: float, options: dict[s
         master_addr="127.0.0.1",
         master_port=port,
         hosts_store=rank == 0,
+        job=job,
     )
     try:
         initialize._join_world(launch, "gloo", torch.device("cpu"), timedelta(seconds=seconds), options)
@@ -158,17 +171,25 @@ def _join(rank: int, world_size: int, port: int, seconds: float, options: dict[s
 
 
 def joined(
-    present: list[int], world_size: int, seconds: float = 1.5, odd: Mapping[int, dict[str, object]] = {}
+    present: list[int],
+    world_size: int,
+    seconds: float = 1.5,
+    odd: Mapping[int, dict[str, object]] = {},
+    jobs: Sequence[str] = (),
 ) -> list[tuple[str, bool]]:
-    """What each rank present says, and whether it speaks. odd: options of ranks that have not those of the others."""
+    """What each rank present says, and whether it speaks.
+
+    odd: options of ranks that have not those of the others. jobs: whose each rank present is.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     receivers = []
-    for rank in present:
+    for rank, job in zip(present, jobs or [""] * len(present), strict=True):
         receiver, sender = _CONTEXT.Pipe(duplex=False)
         options = odd.get(rank, {"--lr": 0.1, "--bf16": True})
-        _CONTEXT.Process(target=_join, args=(rank, world_size, port, seconds, options, sender), daemon=True).start()
+        arguments = (rank, world_size, port, seconds, options, job, sender)
+        _CONTEXT.Process(target=_join, args=arguments, daemon=True).start()
         receivers.append(receiver)
     for receiver in receivers:
         assert receiver.poll(30), "a rank waits on"
@@ -182,6 +203,28 @@ def test_ranks_that_were_started_with_other_options_are_refused_on_all_ranks() -
     assert [speaks for _, speaks in outcomes] == [False, True, False]
     assert "ranks 1, 2 were started with other options than rank 0: " in outcomes[1][0]
     assert "--lr 0.2 (on rank 0 0.1), --new x (on rank 0 None); start all" in outcomes[1][0]
+
+
+def test_two_runs_that_meet_at_one_port_do_not_mix_their_ranks() -> None:
+    """The first has the port; the second, whose rank 0 finds it taken, would lend it a rank."""
+    first, second = "Slurm job 7 step 0", "Slurm job 8 step 0"
+    outcomes = joined([0, 1, 1], 2, seconds=20, jobs=[first, second, first])
+    assert outcomes[0] == outcomes[2] == ("", False)
+    assert f"rank 1 of {second} met the ranks of another run, {first}, at 127.0.0.1:" in outcomes[1][0]
+    assert "give each run a MASTER_PORT of its own" in outcomes[1][0]
+
+
+def test_a_port_that_another_run_holds_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        _CONTEXT.Process(target=_join, args=(0, 2, port, 1.5, {}, "", sender), daemon=True).start()
+        assert receiver.poll(30)
+        text, speaks = receiver.recv()
+    assert f"rank 0 could not open MASTER_PORT {port} on {socket.gethostname()}, which another run may hold: " in text
+    assert speaks
 
 
 def test_what_all_ranks_need_alike_leaves_out_what_is_a_nodes_own() -> None:
