@@ -14,18 +14,10 @@ from megatron.optimizer.build import build_optimizer
 from megatron.optimizer.param_scheduler import OnLoad, build_param_scheduler
 from megatron.training.checkpoints import load_run, open_checkpoint, progress_of
 from megatron.training.data_loaders import DatasetsProvider, build_loaders
-from megatron.training.hooks import (
-    Evaluation,
-    Exits,
-    JsonLog,
-    LogLine,
-    MemoryReport,
-    Saving,
-    StopOnNaN,
-    TensorBoard,
-)
+from megatron.training.hooks import Evaluation, Exits, Saving, StopOnNaN
 from megatron.training.initialize import MegatronContext, initialize_megatron
 from megatron.training.microbatches import BatchSizeSchedule
+from megatron.training.reports import JsonLog, LogLine, MemoryReport, TensorBoard
 from megatron.training.run import ForwardStep, Hook, Run
 from megatron.training.save_folder import SaveFolder, claim_save_folder
 from megatron.training.setup import (

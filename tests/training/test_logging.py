@@ -314,7 +314,7 @@ def test_a_long_evaluation_says_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = iter(range(0, 10_000, 10))
-    monkeypatch.setattr("megatron.training.hooks.time.monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr("megatron.training.reports.time.monotonic", lambda: float(next(seconds)))
     trained("--train-iters", "1", "--eval-iters", "10")
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(" evaluation on")] == [
         " evaluation on validation data | iteration        4/      10 | ETA: 0:01:00",
