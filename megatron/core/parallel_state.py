@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import zip_longest
 
 import torch.distributed as dist
 
@@ -259,22 +260,25 @@ _AXIS_NAMES = {
 
 
 def describe_groups(grid: RankGrid, nodes: Sequence[str]) -> str:
-    """The whole map as text: each rank with its node, its coordinates and the members of each of its groups."""
-    axes = [axis for axis in grid.axes if axis != "ep"]
+    """The whole map as text in columns: each rank with its node, its coordinates and the members of its groups.
+
+    A world without context parallelism says nothing of it: its context groups hold one rank each.
+    """
+    axes = [axis for axis in grid.axes if axis != "ep" and (axis != "cp" or grid.size_of("cp") > 1)]
     sizes = " × ".join(f"{_AXIS_NAMES[axis]} {grid.size_of(axis)}" for axis in reversed(axes))
-    lines = [f"{grid.world_size} ranks on {len(set(nodes))} node(s) = {sizes}"]
-    kinds = [(name, grid.groups(axis)) for axis, name in _AXIS_NAMES.items()]
-    groups_of: list[list[str]] = [[] for _ in range(grid.world_size)]
-    for name, groups in (*kinds, ("embedding", grid.embedding_groups())):
+    kinds = {name: grid.groups(axis) for axis, name in _AXIS_NAMES.items() if "cp" not in axis or "cp" in axes}
+    rows = []
+    for rank in range(grid.world_size):
+        here = grid.coordinates(rank)
+        rows.append([f"rank {rank} on {nodes[rank]}: " + " ".join(f"{axis}={here[axis]}" for axis in axes)])
+    for name, groups in {**kinds, "embedding": grid.embedding_groups()}.items():
         for group in groups:
             text = f"{name} {_ranks(group)}"
             for rank in group:
-                groups_of[rank].append(text)
-    for rank in range(grid.world_size):
-        here = grid.coordinates(rank)
-        position = " ".join(f"{axis}={here[axis]}" for axis in axes)
-        lines.append(f"rank {rank} on {nodes[rank]}: {position} | " + " | ".join(groups_of[rank]))
-    return "\n".join(lines)
+                rows[rank].append(text)
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join([f"{grid.world_size} ranks on {len(set(nodes))} node(s) = {sizes}", *table])
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -79,7 +79,7 @@ def test_the_map_looks_at_each_member_once_for_each_axis(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(RankGrid, "group_of", counted)
     assert len(describe_groups(grid, ["node0"] * 4096).splitlines()) == 4097
-    assert sum(members) == 7 * 4096  # tensor, pipeline, data, context, data-context, model, embedding
+    assert sum(members) == 5 * 4096  # tensor, pipeline, data, model, embedding
 
 
 @pytest.mark.parametrize(

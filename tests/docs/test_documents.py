@@ -13,6 +13,7 @@ from torch.distributed.run import get_args_parser
 
 from megatron.config.arguments import _spellings
 from megatron.config.megatron_flags import FUSION_FLAG, known_flag
+from megatron.training.initialize import initialize_megatron
 from tests.docs.commands import blocks, check_command, commands_of, make_targets, tool_flags, without_blocks
 from tests.docs.render import BLOCK, PARTS, ROOT, documents, rendered
 
@@ -199,6 +200,15 @@ def drawn_layer(line: str) -> set[str]:
 @each_document
 def test_what_follows_from_the_code_is_up_to_date(document: Path) -> None:
     assert rendered(TEXTS[document]) == TEXTS[document], "`python -m tests.docs.render` writes it anew"
+
+
+def test_the_map_of_ranks_is_what_the_command_below_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    text = TEXTS[ROOT / "docs" / "PARALLELISM.md"]
+    commands = (words for block in blocks(text, "bash") for words in commands_of(block))
+    (words,) = (words for words in commands if "--print-parallel-groups" in words)
+    with pytest.raises(SystemExit, match="0"):
+        initialize_megatron(words[2:])
+    assert f"```text\n{capsys.readouterr().out}```" in text
 
 
 def test_every_rendered_part_stands_in_a_document() -> None:
