@@ -337,6 +337,8 @@ def _value_problems(name: str, section: Any) -> tuple[list[Problem], Any]:
         if rule := option.rule(value):
             nearest[option.field] = option.nearest(value)
             works = " | ".join(option.choices) or f"{option.name} {shown_value(nearest[option.field])}"
+            if option.kind == "text" and not option.choices:
+                works = f"{option.name} with a value; or leave it out"
             flags = (option.name, *sorted(option.names - {option.name}))
             found.append(Problem(flags=flags, value=shown_value(value), rule=rule, works=works))
     return found, dataclasses.replace(section, **nearest)

@@ -116,18 +116,27 @@ class Option:
             return ""
         if self.choices:
             return "is not a known value"
+        if self.kind == "text":
+            return "is empty, as a shell variable that is not set is"
         if self.flag.at_most is None and self.flag.below is None and max(_each(value)) > self._largest:
             return f"must be at most {spelled(self._largest)}"
         return f"must {'each ' if self.many else ''}be {self.limits}"
 
     def nearest(self, value: Any) -> Any:
-        """The allowed value nearest to one: itself where it is allowed, the first choice for a word that is not."""
+        """The allowed value nearest to one: itself where it is allowed, the first choice for a word that is not.
+
+        A text without choices is a path or a list, and to an empty one the nearest is that it is not given: an empty
+        path would be the current folder.
+        """
         if value is None:
             return None
         if self.choices:
             return value if value in self.choices else self.choices[0]
-        if self.kind not in ("number", "fraction"):
+        if self.kind == "switch":
             return value
+        if self.kind == "text":
+            words = tuple(word for word in _each(value) if word.strip())
+            return words if self.many else (*words, self.default)[0]
         numbers = tuple(map(self._nearest_number, _each(value)))
         return numbers if self.many else numbers[0]
 
@@ -172,8 +181,8 @@ def spelled(number: float) -> str:
 
 
 def shown_value(value: Any) -> str:
-    """A number, or several, as a flag takes them."""
-    return " ".join(spelled(each) if isinstance(each, int | float) else str(each) for each in _each(value))
+    """A number or word, or several, as a flag takes them."""
+    return " ".join(spelled(each) if isinstance(each, int | float) else str(each) or '""' for each in _each(value))
 
 
 def _each(value: Any) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.config import ConfigError, TransformerConfig, parse_arguments
 from megatron.config.data import Blend, parse_blend
+from megatron.config.megatron_config import all_options
 from tests.config.conftest import Parse, Refused, command_line
 
 # line, flags left out of the right command line, processes, words of the refusal
@@ -357,11 +358,6 @@ def test_a_run_without_training_needs_no_samples_for_a_step(parse: Parse) -> Non
     parse("--skip-train --train-samples 1", without="--train-iters")
 
 
-def test_a_layout_without_words_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--pipeline-model-parallel-layout '': has no layer .t.\n +Works: .*Et\*8L"):
-        parse_arguments([*command_line(), "--pipeline-model-parallel-layout", ""])
-
-
 def test_a_batch_ramp_counts_samples(refused: Refused) -> None:
     text = refused("--rampup-batch-size 8 4 100", world_size=1)
     assert "--train-samples 1600 in place of --train-iters 100" in text
@@ -517,3 +513,25 @@ def test_data_comes_from_one_place(line: str, message: str, refused: Refused) ->
 def test_parts_of_the_data_are_given_once(refused: Refused) -> None:
     text = refused("--train-data-path a --data-path b", without="--mock-data")
     assert "is divided by --split, and --train-data-path give the parts" in text
+
+
+@pytest.mark.parametrize("word", ["", "  "])
+def test_a_text_that_is_empty_is_refused_whichever_option_it_is_of(word: str) -> None:
+    """The current folder would be saved in, where `--save "$FOLDER"` met a variable that is not set."""
+    texts = [option for option in all_options() if option.kind == "text" and not option.choices]
+    assert {"--save", "--pipeline-model-parallel-layout", "--tensorboard-dir", "--log-json", "--data-path"} <= {
+        option.name for option in texts
+    }
+    for option in texts:
+        for arguments in ([*command_line(), option.name, word], [*command_line(), f"{option.name}={word}"]):
+            with pytest.raises(ConfigError, match="is empty") as refusal:
+                parse_arguments(arguments, check_files=False)
+            rule = f'{option.name} "": is empty, as a shell variable that is not set is'
+            assert rule in str(refusal.value)
+            assert f"Works: {option.name} with a value; or leave it out" in str(refusal.value)
+
+
+def test_an_empty_prefix_among_others_is_refused() -> None:
+    arguments = [*command_line(without="--mock-data"), "--data-path", "0.5", "a", "0.5", ""]
+    with pytest.raises(ConfigError, match=r'--data-path 0.5 a 0.5 "": is empty'):
+        parse_arguments(arguments, check_files=False)
