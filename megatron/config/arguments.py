@@ -396,6 +396,12 @@ def _unknown(group: _Group, names: Sequence[str]) -> Problem:
     if not group.name.startswith("-"):
         rule = "stands alone: every word belongs to a flag before it"
         return Problem(flags=(repr(group.name),), rule=rule, works="--flag value; quote a value with blanks")
+    name = "--" + _normal(group.name).removeprefix("--no-")
+    undone = _spellings().get(name)
+    if undone is not None and undone.option.kind != "switch" and undone.sets == "constant":
+        option = undone.option
+        rule = f"is no flag: {name} is no switch, but {option.name} {undone.value}"
+        return Problem(flags=(group.shown,), rule=rule, works=f"{option.name} {option.default}; or leave out {name}")
     return unknown_flag(group.name, names, shown=group.shown)
 
 

@@ -21,7 +21,7 @@ that torchrun or Slurm start. A run of one process, on any machine, without a fi
       --tokenizer-type ByteTokenizer --mock-data --log-interval 10
 
 Dashes and underscores are the same. Keys of a --config file are names of flags.
-A switch --NAME is undone by --no-NAME."""
+A switch --NAME is undone by --no-NAME, and a flag that is the same as --NAME VALUE by --NAME and another value."""
 _ONE_OF_EACH = (
     "and one of --train-iters N and --train-samples N, and one of --data-path, --train-data-path and --mock-data"
 )

@@ -103,9 +103,9 @@ class TrainingConfig:
             )
         if self.skip_train and self.eval_iters < 1:
             yield Problem(
-                flags=("--skip-train", "--eval-iters"),
+                flags=("--eval-iters", "--skip-train"),
                 value=self.eval_iters,
-                rule="leaves nothing to do: --skip-train only evaluates, and this does not evaluate",
+                rule="leaves nothing to do: --skip-train only evaluates, and this is no evaluation",
                 works="--eval-iters 100",
             )
         if self.rampup_batch_size is not None:

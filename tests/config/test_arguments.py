@@ -111,6 +111,14 @@ def test_flags_are_read_as_megatron_lm_users_write_them(parse: Parse, line: str,
         ("--position-embedding-type yarn", ["yarn", "not available in this version", "rope"]),
         ("--optimizer muon", ["muon", "not available in this version", "adam | sgd"]),
         ("--hiden-size 3", ["--hiden-size", "not a known flag", "--hidden-size is the nearest"]),
+        (
+            "--no-bf16",
+            ["--no-bf16: is no flag: --bf16 is no switch, but --precision bf16", "--precision fp32; or leave"],
+        ),
+        (
+            "--no_swiglu",
+            ["--no_swiglu: is no flag: --swiglu is no switch, but --activation swiglu", "--activation gelu"],
+        ),
         ("--Swiglu", ["--Swiglu", "--swiglu is the nearest"]),
         ("--hidden 3", ["--hidden", "not a known flag"]),
         ("-lr 3", ["-lr", "--lr is the nearest"]),
@@ -286,6 +294,7 @@ def test_help_shows_every_option_in_its_group_with_its_default() -> None:
     assert "--split TRAIN,VALID,TEST Shares" in flags
     assert "not given. (default" not in flags
     assert flags.index("--tokenizer-type") < flags.index(" configuration: ") < flags.index("--window-size")
+    assert "\nA switch --NAME is undone by --no-NAME, and a flag that is the same as --NAME VALUE by --NAME and" in raw
     assert "--mine MINE My own." in " ".join(raw.split())
     assert max(len(line) for line in raw.splitlines()) <= 120
 

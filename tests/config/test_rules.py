@@ -236,6 +236,7 @@ REFUSED = [
     ("--timing-log-level 3", "", None, ["--timing-log-level 3", "at least 0 and at most 2", "--timing-log-level 2"]),
     ("--log-timers-to-tensorboard", "", None, ["--log-timers-to-tensorboard", "--tensorboard-dir DIR"]),
     ("--exit-signal SIGINT", "", None, ["--exit-signal SIGINT", "--exit-signal-handler"]),
+    ("--skip-train --eval-iters 0", "", None, ["--eval-iters 0: leaves nothing to do", "--eval-iters 100"]),
     ("--eval-iters -2", "", None, ["--eval-iters -2", "at least -1", "--eval-iters -1"]),
     ("--seed -1", "", None, ["--seed -1", "at least 0", "--seed 0"]),
 ]
