@@ -28,7 +28,7 @@ class LauncherGone(Exception):
 def exiting(
     speaks: Callable[[BaseException], bool] = lambda why: True,
     *,
-    said_by: str = "",
+    said_by: Callable[[BaseException], str] = lambda why: "",
     interrupted: str = "interrupted",
 ) -> Iterator[None]:
     """End the program with one message and an exit status for what is no bug.
@@ -38,20 +38,22 @@ def exiting(
 
     Args:
         speaks: whether this process is the one of several that says why. It may wait for that one to have spoken.
-        said_by: stands after the text of a `UserError`.
+        said_by: a line to add after that, as who says so; it may wait to find out, as the reason is said by then.
         interrupted: what is said after Ctrl-C.
     """
     try:
         yield
     except (UserError, LauncherGone, KeyboardInterrupt) as why:
         if isinstance(why, UserError):
-            status, text = 2, f"{Path(sys.argv[0]).name}: error: {reason(why)}{said_by}"
+            status, text = 2, f"{Path(sys.argv[0]).name}: error: {reason(why)}"
         elif isinstance(why, LauncherGone):
             status, text = 1, str(why)
         else:
             status, text = 128 + signal.SIGINT, interrupted
         if speaks(why):
             print(text, file=sys.stderr, flush=True)
+            if line := said_by(why):
+                print(line, file=sys.stderr, flush=True)
         sys.exit(status)
     except BrokenPipeError:
         if not _nobody_reads():

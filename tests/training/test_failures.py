@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from megatron.config.problems import UserError
 from megatron.training.failures import exiting
-from megatron.training.initialize import MegatronContext
+from megatron.training.initialize import MegatronContext, initialize_megatron
 from tests.helpers.launch import launch, pretrain_gpt, pretrain_tiny
 from tests.helpers.tiny import CORPUS, TINY_GPT, context_of_rank, tiny_config
 
@@ -52,6 +53,33 @@ def test_the_same_reason_is_said_once_and_another_one_too(capsys: pytest.Capture
     said = capsys.readouterr().err
     assert said.count("the disk is full") == 1
     assert said.count("the file is damaged") == 1
+
+
+def damaged_on_some(ranks: tuple[int, ...]) -> None:
+    context = initialize_megatron(TINY_GPT)
+    with context.exiting():
+        if context.state.rank in ranks:
+            raise UserError("the file is damaged")
+    time.sleep(3)  # rank 0 hosts what the others ask
+
+
+def damaged_on_all() -> None:
+    damaged_on_some((0, 1))
+
+
+def damaged_on_rank_1() -> None:
+    damaged_on_some((1,))
+
+
+@pytest.mark.parametrize(
+    "program, ranks, said_by",
+    [(damaged_on_all, 1, ""), (damaged_on_all, 2, ""), (damaged_on_rank_1, 2, "(rank 1)\n")],
+)
+def test_the_rank_is_named_where_the_others_would_not_say_the_same(
+    program: Callable[[], None], ranks: int, said_by: str, tmp_path: Path
+) -> None:
+    outcome = launch(program, [], ranks=ranks, folder=tmp_path).wait()
+    assert "".join(outcome.err) == f"pretrain_gpt.py: error: the file is damaged\n{said_by}"
 
 
 @pytest.mark.parametrize("kind", [ValueError, FloatingPointError])
