@@ -103,6 +103,13 @@ class OptimizerConfig:
         """The type in which gradients are summed and weights updated."""
         return _dtype("float64" if self.precision == "fp64" else "float32")
 
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Of a weight with its gradient, its main copy where it is of low precision, and its optimizer state."""
+        states = 2 if self.optimizer == "adam" else int(self.sgd_momentum > 0)
+        copies = 1 + states + int(self.params_dtype != self.main_dtype)
+        return self.params_dtype.itemsize + copies * self.main_dtype.itemsize
+
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
         yield from self._schedule_problems()

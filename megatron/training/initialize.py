@@ -32,6 +32,7 @@ from megatron.core import device as devices
 from megatron.core import parallel_state
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel.random import RngStateTracker, model_parallel_rng_tracker
+from megatron.model.flops import parameter_count
 from megatron.training.failures import exiting, reason
 
 # A launcher ends all ranks when the first one leaves: seconds that a silent rank leaves to the one that says why.
@@ -355,7 +356,12 @@ def _initialize(
     )
     if parallel.print_parallel_groups:
         context.say(str(state))
+    if device.type == "cpu" and parallel.distributed_backend is None:
+        here = "1 rank computes on a CPU" if world_size == 1 else f"{world_size} ranks compute on CPUs"
+        context.say(f"no GPU is visible: {here}, as --distributed-backend gloo asks for")
     for warning in _node_warnings(state, config):
+        context.say(f"warning: {warning}")
+    if device.type == "cpu" and (warning := _memory_warning(state, config, _bytes_of_memory())):
         context.say(f"warning: {warning}")
     return context
 
@@ -478,3 +484,27 @@ def _node_warnings(state: ParallelState, config: MegatronConfig) -> list[str]:
         f"reduces {megabytes:.1f} MB per micro-batch over the network, which is several times slower than the links "
         f"inside a node; --tensor-model-parallel-size {per_node} or a divisor of it stays inside one"
     ]
+
+
+def _memory_warning(state: ParallelState, config: MegatronConfig, available: int) -> str:
+    """What the ranks of this node need at least, activations aside, where its memory has no room for it; else "".
+
+    Args:
+        available: bytes of memory that the node has.
+    """
+    vocabulary = config.model_vocab_size(config.tokenizer.vocab_size or 0)  # that of a file is not read yet
+    parameters = parameter_count(config.model, vocabulary)
+    ranks = state.nodes.count(state.nodes[state.rank])
+    per_parameter = config.optimizer.bytes_per_parameter
+    needed = parameters * per_parameter * ranks // config.parallel.model_parallel_size
+    if needed <= available:
+        return ""
+    return (
+        f"the {ranks} rank(s) of this node need more than {needed / 1e9:,.1f} GB, and it has {available / 1e9:,.1f} GB "
+        f"of memory: the model has {parameters:,} parameters or more, of {per_parameter} bytes each with gradient and "
+        f"optimizer, and {config.parallel.model_parallel_size} rank(s) share one copy"
+    )
+
+
+def _bytes_of_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -112,3 +112,11 @@ def test_evaluations_of_a_run_are_those_between_iterations_and_the_one_at_its_en
     training = TrainingConfig(micro_batch_size=1, eval_interval=10)
     assert [training.evaluations(iterations) for iterations in (9, 10, 25)] == [1, 2, 3]
     assert replace(training, eval_interval=None).evaluations(25) == 1
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [("", 16), ("--bf16", 18), ("--fp64", 32), ("--optimizer sgd", 12), ("--optimizer sgd --sgd-momentum 0", 8)],
+)
+def test_bytes_of_a_parameter_with_gradient_and_optimizer(line: str, expected: int, parse: Parse) -> None:
+    assert parse(line).optimizer.bytes_per_parameter == expected

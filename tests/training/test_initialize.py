@@ -17,6 +17,7 @@ from megatron.config.problems import ConfigError
 from megatron.core import parallel_state
 from megatron.core.collectives import barrier
 from megatron.core.rank_grid import RankGrid
+from megatron.model.flops import parameter_count
 from megatron.training import initialize
 from megatron.training.initialize import (
     LaunchEnvironment,
@@ -412,3 +413,38 @@ def test_what_a_group_that_spans_nodes_costs(flags: tuple[str, ...], all_reduces
     state = replace(parallel_state.ParallelState.single(), grid=RankGrid(tp=4), nodes=("a", "a", "b", "b"))
     (warning,) = initialize._node_warnings(state, config)
     assert f"reduces {all_reduces * 1024 * 8 * 48 * 4 / 1e6:.1f} MB per micro-batch over the network" in warning
+
+
+@pytest.mark.parametrize("backend, said", [((), 1), (("--distributed-backend", "gloo"), 0)])
+def test_a_start_without_a_gpu_says_so_unless_it_was_asked_for(
+    backend: tuple[str, ...], said: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cluster whose driver is broken would train on, at the speed of its CPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    initialize_megatron([*TINY_GPT, *backend])
+    printed = capsys.readouterr().out
+    assert (
+        printed.count("no GPU is visible: 1 rank computes on a CPU, as --distributed-backend gloo asks for\n") == said
+    )
+    assert "GB of memory" not in printed
+
+
+def test_a_model_that_a_nodes_memory_has_no_room_for_gets_a_warning_with_the_sizes() -> None:
+    """In parameters of 18 bytes: bf16 with a gradient, a main copy and two moments in fp32. Two of four ranks here."""
+    config = tiny_config("--bf16", "--tensor-model-parallel-size", "4", world_size=4)
+    state = replace(parallel_state.ParallelState.single(), grid=RankGrid(tp=4), nodes=("a", "a", "b", "b"))
+    assert config.tokenizer.vocab_size is not None
+    parameters = parameter_count(config.model, config.tokenizer.vocab_size)
+    needed = parameters * 18 // 2
+    assert initialize._memory_warning(state, config, needed) == ""
+    text = initialize._memory_warning(state, config, needed - 1)
+    assert text.startswith(f"the 2 rank(s) of this node need more than {needed / 1e9:.1f} GB, and it has ")
+    assert f"{parameters:,} parameters or more, of 18 bytes each" in text
+
+
+def test_a_start_warns_of_what_the_memory_has_no_room_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(initialize, "_bytes_of_memory", lambda: 1000)
+    initialize_megatron(TINY_GPT)
+    assert "warning: the 1 rank(s) of this node need more than" in capsys.readouterr().out
