@@ -2,7 +2,8 @@
 
 python tools/bigram_entropy.py --data-path corpus_text_document --split 95,5,0 --part valid
 
-It is computed from the counts of that very split, so a model that beats it has learned more than pairs of tokens.
+A model that beats it has learned more than pairs of tokens. It need not be reached for that: it is computed from the
+counts of that very split, and on a small one it is lower than any model without those counts can reach.
 With --log-json of a training the exit status is 1 unless the last validation loss of it is below; --output keeps the
 entropy for `plot_loss.py --lines-from`.
 """
@@ -19,7 +20,7 @@ from text_tools import prepare_output
 from training_log import read_losses
 
 from megatron.config.data import DEFAULT_SPLIT, parse_split
-from megatron.config.problems import UserError
+from megatron.config.problems import UserError, counted
 from megatron.core.whole_file import whole_file
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import Split, split_ranges
@@ -51,7 +52,7 @@ def bigram_entropy(chunks: Iterable[Tokens]) -> tuple[int, float]:
         pairs, places = np.unique(np.concatenate([pairs, new_pairs]), return_inverse=True)
         counts = np.bincount(places, weights=np.concatenate([counts, new_counts]), minlength=len(pairs))
     if not len(pairs):
-        raise UserError(f"{num_tokens} token(s) hold no pair")
+        raise UserError(f"a part of {counted(num_tokens, 'token')} holds no pair")
     _, firsts = np.unique(pairs >> 32, return_inverse=True)
     count_of_first = np.bincount(firsts, weights=counts)[firsts]
     return num_tokens, float((counts * np.log(count_of_first / counts)).sum() / counts.sum())
@@ -89,7 +90,9 @@ def main() -> None:
     dataset = IndexedDataset(options.data_path)
     part = dict(zip(Split, split_ranges(shares, len(dataset))))[Split(options.part)]
     if not part:
-        raise UserError(f"--split {options.split} gives nothing of {len(dataset)} documents to --part {options.part}")
+        raise UserError(
+            f"--split {options.split} gives nothing of {counted(len(dataset), 'document')} to --part {options.part}"
+        )
     num_tokens, entropy = bigram_entropy(read_chunks(dataset, part))
     say(f"bigram entropy of part {options.part} ({num_tokens:,} tokens): {entropy:.4f} nats per token")
     if options.output is not None:

@@ -75,5 +75,10 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
+def size_of(num_bytes: int) -> str:
+    """`1.5 kB` or `2.0 MB`: of a small size more than 0.0 MB."""
+    return f"{num_bytes / 1e3:.1f} kB" if num_bytes < 1e5 else f"{num_bytes / 1e6:.1f} MB"
+
+
 def elapsed(since: float) -> str:
     return f"{time.perf_counter() - since:.1f} s"

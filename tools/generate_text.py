@@ -24,7 +24,7 @@ from megatron.config.arguments import add_to_parser
 from megatron.config.megatron_config import MegatronConfig, section_problems
 from megatron.config.options import flag_name, section_options
 from megatron.config.pipeline_layout import StageLayout
-from megatron.config.problems import ConfigError, UserError
+from megatron.config.problems import ConfigError, UserError, counted
 from megatron.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.parallel_state import ParallelState
@@ -59,8 +59,8 @@ def load_model(
         paths = {field: getattr(config.tokenizer, field) for field in TOKENIZER_FILES}
         shown = " ".join(f"{flag_name(field)} {path}" for field, path in paths.items() if path is not None)
         raise UserError(
-            f"{shown or config.tokenizer.tokenizer_type}: the tokenizer has {vocabulary.size:,} tokens, and the model "
-            f"was trained with {rows:,}; give the tokenizer of the training"
+            f"{shown or config.tokenizer.tokenizer_type}: the tokenizer has {counted(vocabulary.size, 'token')}, and "
+            f"the model was trained with {rows:,}; give the tokenizer of the training"
         )
     context = MegatronContext(config=config, state=ParallelState.single(), device=device, extra=argparse.Namespace())
     stage = StageLayout(stage=0, chunk=0, layers=range(config.model.num_layers), has_embedding=True, has_output=True)
@@ -135,7 +135,7 @@ def main() -> None:
             print(text[len(shown) :], end="", flush=True)
             shown = text
     say(tokenizer.decode(tokens)[len(shown) :])
-    print(f"{len(tokens)} tokens in {elapsed(started)}", file=sys.stderr)
+    print(f"{counted(len(tokens), 'token')} in {elapsed(started)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

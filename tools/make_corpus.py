@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from command_line import Parser, elapsed, progress, run_tool, say
+from command_line import Parser, elapsed, progress, run_tool, say, size_of
 from text_tools import Work, prepare_output, record_path
 
-from megatron.config.problems import UserError
+from megatron.config.problems import UserError, counted
 from megatron.core.whole_file import whole_file
 
 TOOL = "make_corpus 1"
@@ -104,15 +104,15 @@ def main() -> None:
     kept = choose(documents, arguments.max_megabytes)
     if not kept:
         raise UserError(
-            f"--input: no text found in {len(sources)} files ({not_text} are not UTF-8 text); give other "
+            f"--input: no text found in {counted(len(sources), 'file')} ({not_text:,} not UTF-8 text); give other "
             "folders or --suffixes"
         )
     size = write(kept, arguments.output, seed=arguments.seed)
     work.finish(inputs_digest, documents=len(kept), text_bytes=size)
     say(
-        f"{arguments.output}: {len(kept):,} documents, {size / 1e6:.1f} MB of text, in {elapsed(started)} "
-        f"({duplicates} duplicates and {not_text} files that are empty or not UTF-8 left out, "
-        f"{len(documents) - len(kept)} beyond --max-megabytes)"
+        f"{arguments.output}: {counted(len(kept), 'document')}, {size_of(size)} of text, in {elapsed(started)} "
+        f"({counted(duplicates, 'duplicate')} and {counted(not_text, 'file')}, empty or not UTF-8, left out, "
+        f"{len(documents) - len(kept):,} beyond --max-megabytes)"
     )
 
 

@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from command_line import Parser, elapsed, progress, run_tool, say
+from command_line import Parser, elapsed, progress, run_tool, say, size_of
 from text_tools import Work, find_files, prepare_output, read_text, text_of
 
 from megatron.config.arguments import add_to_parser
 from megatron.config.megatron_config import section_problems
 from megatron.config.options import Option, section_options
-from megatron.config.problems import ConfigError, UserError
+from megatron.config.problems import ConfigError, UserError, counted
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -152,10 +152,11 @@ def main() -> None:
     documents, tokens = tokenize(files, encoder, prefixes, arguments.workers)
     work.finish(inputs_digest, documents=documents, tokens=dict(zip(keys, tokens)))
     for output, count in zip(outputs[::2], tokens):
-        say(f"{output.with_suffix('')}: {documents:,} documents, {count:,} tokens of {encoder.dtype}")
+        say(f"{output.with_suffix('')}: {counted(documents, 'document')}, {counted(count, 'token')} of {encoder.dtype}")
     seconds = time.perf_counter() - started
-    size = sum(path.stat().st_size for path in files) / 1e6
-    say(f"{size:.1f} MB in {elapsed(started)}: {size / seconds:.1f} MB/s, {sum(tokens) / seconds:,.0f} tokens/s")
+    size = sum(path.stat().st_size for path in files)
+    rates = f"{size / 1e6 / seconds:.1f} MB/s, {sum(tokens) / seconds:,.0f} tokens/s"
+    say(f"{size_of(size)} in {elapsed(started)}: {rates}")
 
 
 def tokenize(files: Sequence[Path], encoder: Encoder, prefixes: Sequence[str], workers: int) -> tuple[int, list[int]]:

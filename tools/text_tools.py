@@ -8,6 +8,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import reprlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from megatron.core.whole_file import whole_file
 # How much of each end of an output is hashed: enough to notice truncated, appended or swapped files at any
 # size, and a record can be checked in a blink even for terabytes.
 EDGE_BYTES = 1 << 20
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class Work:
             return f"it was made by {tool}, this is {self.tool}"
         wanted = json.loads(json.dumps(self.arguments))
         if arguments != wanted:
-            return f"it was made with other arguments: {_difference(arguments, wanted)}"
+            return f"what differs: {_difference(arguments, wanted)}"
         if inputs != _inputs_digest(self.inputs):
             return "the input has changed"
         for path in self.outputs:
@@ -120,8 +122,12 @@ def _output_state(path: Path) -> dict[str, Any]:
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    return ", ".join(f"{key} {reprlib.repr(old.get(key))}, now {reprlib.repr(new.get(key))}" for key in changed)
+    """The names and values that differ; of digests, which say nothing to a reader, the names."""
+    changed = [(key, old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    return ", ".join(
+        key if _DIGEST.fullmatch(str(now)) else f"{key} {reprlib.repr(before)}, now {reprlib.repr(now)}"
+        for key, before, now in changed
+    )
 
 
 def find_files(arguments: Sequence[str], *, flag: str) -> list[Path]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from command_line import say
 
-from megatron.config.problems import UserError
+from megatron.config.problems import UserError, counted
 
 
 def read_losses(path: Path) -> dict[str, dict[int, float]]:
@@ -33,5 +33,5 @@ def read_losses(path: Path) -> dict[str, dict[int, float]]:
     if not curves:
         raise UserError(f"{path}: holds no loss; it must be a file written by --log-json")
     if skipped:
-        say(f"{path}: {skipped} line(s) left out that are no row of a log, as a killed run may leave them")
+        say(f"{path}: {counted(skipped, 'line')} left out, no row of a log, as a killed run may leave them")
     return curves

@@ -19,7 +19,7 @@ from megatron.checkpointing.errors import CheckpointError, NoCheckpointError
 from megatron.checkpointing.index import Index, StoredTensor, check_cover, check_version, parse_index, parse_json
 from megatron.checkpointing.resharding import Transfer, misfit, transfers
 from megatron.checkpointing.slices import HeldBox, held_boxes
-from megatron.config.problems import listing
+from megatron.config.problems import counted, listing
 from megatron.core.agreement import agree
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import NamedTensor
@@ -91,7 +91,9 @@ class Checkpoint:
             if not is_used and not key.startswith(tuple(ignore))
         ]
         if surplus:
-            raise CheckpointError(f"{phase}: {len(surplus)} tensors are in no rank's model:\n{listing(surplus)}")
+            raise CheckpointError(
+                f"{phase}: {counted(len(surplus), 'tensor')} that no rank's model has:\n{listing(surplus)}"
+            )
         summaries: list[LoadSummary] = []
         agree(world, phase, lambda: summaries.append(self._read(asked)), raises=CheckpointError)
         return summaries[0]
@@ -104,7 +106,7 @@ class Checkpoint:
             if problem is not None:
                 problems.append(problem)
         if problems:
-            raise CheckpointError(f"{len(problems)} tensors do not fit:\n{listing(problems)}")
+            raise CheckpointError(f"{counted(len(problems), 'tensor')} cannot be filled:\n{listing(problems)}")
         wanted = {named.key for named in asked}
         return bytes(key in wanted for key in keys)
 
@@ -128,7 +130,7 @@ class Checkpoint:
                     dtype = self.tensors[named.key].dtype
                     bytes_read += reader.copy_into(target, transfer.source, dtype, transfer.box)
         lines = tuple(
-            f"{count} tensors: {stored} in the checkpoint, converted to {wanted}"
+            f"{counted(count, 'tensor')}: {stored} in the checkpoint, converted to {wanted}"
             for (stored, wanted), count in casts.items()
         )
         return LoadSummary(tensors=len(asked), bytes_read=bytes_read, casts=lines)

@@ -102,6 +102,11 @@ def listing(lines: Sequence[str]) -> str:
     return "\n".join(shown)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 document`, `2,000 documents`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def words_or(values: Iterable[object]) -> str:
     """`a`, `a or b`, `a, b or c`."""
     words = [str(value) for value in values]

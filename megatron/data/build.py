@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config.data import Blend, DataConfig, parse_blend
-from megatron.config.problems import UserError
+from megatron.config.problems import UserError, counted
 from megatron.data.blended_dataset import BlendedDataset, BlockedDataset, blend_by_size, blend_by_weights, block_seed
 from megatron.data.gpt_dataset import GPTDataset, build_gpt_index
 from megatron.data.index_cache import IndexCache, user_cache_folder
@@ -86,14 +86,13 @@ class _Recipe:
         epochs = len(index.document) // max(1, len(elements))
         report = logger.info if len(dataset) else logger.warning
         report(
-            "%s: %d samples from %d documents of %s, %d tokens, %d epoch%s",
+            "%s: %s from %s of %s, %s, %s",
             split.value,
-            len(dataset),
-            len(elements),
+            counted(len(dataset), "sample"),
+            counted(len(elements), "document"),
             source.prefix,
-            tokens,
-            epochs,
-            "" if epochs == 1 else "s",
+            counted(tokens, "token"),
+            counted(epochs, "epoch"),
         )
         return dataset
 

@@ -130,7 +130,7 @@ def test_floating_point_kinds_are_converted_and_said_to_be(
     target = torch.zeros(50, dtype=wanted)
     summary = load_checkpoint(tmp_path, world=ALONE).load_into([whole("model.w", target)], world=ALONE)
     assert torch.equal(target, value.to(wanted))
-    line = f"1 tensors: {stored} in the checkpoint, converted to {wanted}"
+    line = f"1 tensor: {stored} in the checkpoint, converted to {wanted}"
     assert summary.casts == (() if stored == wanted else (line,))
 
 
@@ -151,7 +151,7 @@ def test_all_tensors_that_do_not_fit_are_listed_and_nothing_is_written(tmp_path:
     with pytest.raises(CheckpointError) as error:
         load_checkpoint(tmp_path, world=ALONE).load_into(asked, world=ALONE)
     text = str(error.value)
-    assert "3 tensors do not fit" in text
+    assert "3 tensors cannot be filled" in text
     assert "model.b: (50257, 1) in the checkpoint, (50304, 1) in the model" in text
     assert "model.step: torch.int64 in the checkpoint, torch.float32 in the model" in text
     assert "model.c (7,): not in the checkpoint" in text

@@ -68,7 +68,7 @@ def test_one_that_is_not_below_fails(tmp_path: Path, corpus: Path, loss: float) 
         (["--split", "1,x"], "--split 1,x: must be one to three numbers"),
         (["--part", "test"], "--split 50,50 gives nothing of 10 documents to --part test"),
         (["--part", "all"], "--part: invalid choice: 'all'"),
-        (["--split", "9,1"], "1 token(s) hold no pair"),
+        (["--split", "9,1"], "a part of 1 token holds no pair"),
         (["--log-json", "{folder}/none"], "none: No such file or directory"),
         (["--log-json", "{folder}/train.jsonl"], "holds no validation loss"),
         (["--data-path", "{folder}/none"], "none.idx: no such file"),
@@ -114,7 +114,7 @@ def test_a_curve_is_drawn_beside_a_line(tmp_path: Path, line: tuple[str, str]) -
 def test_a_torn_line_is_left_out_with_a_word(tmp_path: Path, torn: bytes) -> None:
     log = write_log(tmp_path, 2.0, 1.0)
     log.write_bytes(log.read_bytes() + torn)
-    assert f"{log}: 1 line(s) left out" in run("plot_loss", log, "--output", tmp_path / "p.png")
+    assert f"{log}: 1 line left out" in run("plot_loss", log, "--output", tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 0
 
 

@@ -304,7 +304,7 @@ def _spoil_record(folder: Path) -> None:
         (_change_output, [], "is not the file that was written"),
         (_remove_index, [], "is not there"),
         (_spoil_record, [], "is not a record of this tool"),
-        (lambda folder: None, ["--append-eod"], "append_eod False, now True"),
+        (lambda folder: None, ["--append-eod"], "what differs: append_eod False, now True"),
     ],
 )
 def test_finished_work_is_skipped_until_anything_differs(
@@ -389,7 +389,15 @@ def test_a_corpus_holds_each_text_once_unchanged(tmp_path: Path, notes: Path) ->
         "notes/b.md": "# Title \u2581\n",
         "notes/deep/c.txt": "c",
     }
-    assert "1 duplicates and 2 files that are empty or not UTF-8 left out" in said
+    assert ": 3 documents, 0.0 kB of text" in said
+    assert "(1 duplicate and 2 files, empty or not UTF-8, left out, 0 beyond --max-megabytes)" in said
+
+
+def test_a_corpus_is_made_again_when_a_file_is_added_and_says_so(tmp_path: Path, notes: Path) -> None:
+    words = ["--output", tmp_path / "corpus.jsonl", "--input", notes]
+    run("make_corpus", *words)
+    (notes / "new.txt").write_text("new")
+    assert "made again, what differs: sources\n" in run("make_corpus", *words)
 
 
 def test_the_order_of_a_corpus_depends_on_content_and_seed_only(tmp_path: Path, notes: Path) -> None:
@@ -424,7 +432,7 @@ def test_a_corpus_can_be_limited_and_takes_files_and_patterns(tmp_path: Path, no
     [
         (["--input", "none"], "--input none: there is no such file or folder"),
         (["--input", "{notes}", "--suffixes", ".rs"], "no file that ends in .rs"),
-        (["--input", "{notes}/latin.txt"], "no text found in 1 files"),
+        (["--input", "{notes}/latin.txt"], "no text found in 1 file "),
         (["--input", "{notes}", "--max-megabytes", "0"], "--max-megabytes 0.0: must be above 0"),
     ],
 )
