@@ -7,6 +7,9 @@ cd "$(dirname "$0")/.."
 folder=${QUICKSTART_FOLDER:-quickstart}
 half=${QUICKSTART_HALF:-300}
 mkdir -p "$folder"
+# The two ranks share two cores, so each computes with one thread. torchrun would choose the same and say so in a banner;
+# a single process would take all cores, and on a busy machine wait for its slowest thread at every token that it samples.
+export OMP_NUM_THREADS=1
 
 step() { printf '\n== %s\n' "$*"; SECONDS=0; }
 took() { printf '   (%d s)\n' "$SECONDS"; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -87,6 +88,22 @@ def test_the_commands_of_the_quickstart_are_understood(tmp_path: Path, half: int
     assert [words[0] for words in commands] == ["tensorboard", "torchrun"]
     for words in commands:
         check_command(words)
+
+
+def test_every_process_of_the_quickstart_has_a_thread_of_its_own() -> None:
+    text = (ROOT / "tools" / "quickstart.sh").read_text(encoding="utf-8")
+    assert text.index("export OMP_NUM_THREADS=1\n") < text.index("\nstep ")
+
+
+def test_the_steps_of_the_quickstart_are_numbered_as_the_readme_numbers_them() -> None:
+    """One heading a step, and the verdict in the last of them, before the word that all is done."""
+    text = (ROOT / "tools" / "quickstart.sh").read_text(encoding="utf-8")
+    steps = re.findall(r'^step "(\d+)/(\d+) ', text, re.MULTILINE)
+    _, shown = (ROOT / "README.md").read_text(encoding="utf-8").split("## What the quickstart shows")
+    listed = re.findall(r"^(\d+)\. ", shown.partition("\n## ")[0], re.MULTILINE)
+    assert steps == [(number, str(len(listed))) for number in listed]
+    last = text.index(f"{len(listed)}/{len(listed)} ")
+    assert last < text.index("tools/bigram_entropy.py") < text.index("\nDone.")
 
 
 def test_the_quickstart_skips_what_is_complete(tmp_path: Path) -> None:
