@@ -17,6 +17,7 @@ setup: $(STAMP)  ## create .venv and install the project with its development to
 $(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 13) else "$(PYTHON) is Python %d.%d; Python 3.11 or 3.12 is needed: make PYTHON=python3.12 …" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV), some minutes"
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
