@@ -5,6 +5,7 @@ python tools/plot_loss.py run.jsonl --output loss.png --line 'bigram entropy=3.2
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -17,6 +18,7 @@ from megatron.core.whole_file import whole_file
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.axes import Axes
 
 
 def horizontal_line(text: str) -> tuple[str, float]:
@@ -41,6 +43,22 @@ def lines_of(path: Path) -> list[tuple[str, float]]:
         raise UserError(f"--lines-from {path}: holds no names with numbers; bigram_entropy.py writes them") from None
 
 
+def draw(axes: Axes, logs: Sequence[Path], lines: Sequence[tuple[str, float]]) -> None:
+    """The curves of the logs, and horizontal lines with their names in the legend, where no curve crosses them."""
+    for path in logs:
+        for name, curve in read_losses(path).items():
+            label = name if len(logs) == 1 else f"{path.stem}: {name}"
+            style = {"marker": "o", "linewidth": 2.0} if "validation" in name or "test" in name else {"linewidth": 0.8}
+            axes.plot(list(curve), list(curve.values()), label=label, **style)
+    for name, value in lines:
+        axes.axhline(value, linestyle="--", color="gray", label=f"{name} {value:.3f}")
+    axes.set_title(", ".join(map(str, logs)), wrap=True)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("logs", nargs="+", type=Path, help="files written by --log-json")
@@ -57,18 +75,7 @@ def main() -> None:
     if kind not in kinds:
         raise UserError(f"--output {options.output}: must end in .png, or another of .{', .'.join(kinds)}")
     prepare_output(options.output, flag="--output")
-    for path in options.logs:
-        for name, curve in read_losses(path).items():
-            label = name if len(options.logs) == 1 else f"{path.stem}: {name}"
-            style = {"marker": "o", "linewidth": 2.0} if "validation" in name or "test" in name else {"linewidth": 0.8}
-            axes.plot(list(curve), list(curve.values()), label=label, **style)
-    for name, value in lines:
-        axes.axhline(value, linestyle="--", color="gray")
-        axes.text(0.0, value, f" {name} {value:.3f}", va="bottom", transform=axes.get_yaxis_transform())
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    draw(axes, options.logs, lines)
     figure.tight_layout()
     with whole_file(options.output) as file:
         figure.savefig(file, format=kind, dpi=150)

@@ -100,6 +100,17 @@ def test_a_curve_is_drawn_beside_a_line(tmp_path: Path, line: tuple[str, str]) -
     assert names(output.parent) == ["p.png"]
 
 
+def test_a_picture_says_whose_it_is_and_names_its_lines_beside_the_curves(tmp_path: Path) -> None:
+    log = write_log(tmp_path, 2.0, 1.0)
+    plot_loss = names_of_tool("plot_loss")
+    _, axes = plot_loss["pyplot"].subplots()
+    plot_loss["draw"](axes, [log], [("bigram entropy", 3.2)])
+    assert axes.get_title() == str(log)
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["lm loss validation", "bigram entropy 3.200"]
+    assert not axes.texts, "a text in the picture may lie on a curve"
+
+
 @pytest.mark.parametrize(
     "torn",
     [
