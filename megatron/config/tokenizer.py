@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,5 +179,7 @@ def _file_advice(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         return f"an existing file; there is no folder {folder} either (paths are relative to {Path.cwd()})"
-    files = sorted(entry.name for entry in folder.iterdir() if entry.is_file())[:5]
-    return f"in {folder} are {', '.join(files)}" if files else f"an existing file; {folder} has none"
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file() and not entry.name.startswith("."))
+    near = difflib.get_close_matches(path.name, names, n=5)
+    files = near + [name for name in names if path.suffix == Path(name).suffix != "" and name not in near]
+    return f"in {folder} are {', '.join(files[:5])}" if files else f"an existing file; {folder} has none of such a name"

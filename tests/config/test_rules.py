@@ -10,6 +10,7 @@ import pytest
 from megatron.config import ConfigError, TransformerConfig, parse_arguments
 from megatron.config.data import Blend, parse_blend
 from megatron.config.megatron_config import all_options
+from megatron.config.tokenizer import TokenizerConfig
 from tests.config.conftest import Parse, Refused, command_line
 
 # line, flags left out of the right command line, processes, words of the refusal
@@ -455,6 +456,20 @@ def test_missing_tokenizer_files_and_corpora_are_found_before_the_start(tmp_path
     assert f"{tmp_path}/corpus_text_document" in text
     text = refused(f"--data-path {tmp_path}/corpus_text_document.bin", without="--mock-data", check_files=True)
     assert "corpus_text_document (without the ending)" in text
+
+
+@pytest.mark.parametrize(
+    "name, named", [("vocab", {"vocab.json"}), ("gpt.json", {"other.json", "vocab.json"}), ("x", set())]
+)
+def test_of_the_files_beside_a_missing_one_those_that_may_be_meant_are_named(
+    tmp_path: Path, name: str, named: set[str]
+) -> None:
+    others = ("vocab.json", "other.json", "README.md", ".gitignore", "run.py")
+    for other in others:
+        (tmp_path / other).touch()
+    config = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(tmp_path / name))
+    (problem,) = config.file_problems()
+    assert {other for other in others if other in problem.works} == named
 
 
 @pytest.mark.parametrize(
