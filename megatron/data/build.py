@@ -241,7 +241,12 @@ def _blocks(requested: Requested, seed: int, build: Callable[[int | None, int], 
     """`build(requested, seed)`, or one for each of several requests, each with a seed of its own."""
     if requested is None or isinstance(requested, int):
         return build(requested, seed)
-    return BlockedDataset([build(size, block_seed(seed, number)) for number, size in enumerate(requested)], requested)
+    blocks = []
+    for number, size in enumerate(requested):
+        if len(requested) > 1:
+            logger.info("block %d of %d, for %s:", number + 1, len(requested), counted(size, "sample"))
+        blocks.append(build(size, block_seed(seed, number)))
+    return BlockedDataset(blocks, requested)
 
 
 def token_sources(*splits: SampleDataset | None) -> tuple[TokenSource, ...]:

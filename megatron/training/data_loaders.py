@@ -79,8 +79,8 @@ def build_loaders(
     counts = sample_counts(context, batch_sizes=batch_sizes, train_iters=train_iters, progress=progress)
     if len(counts.train) > len(progress.train_blocks) > 0:
         context.say(
-            f"training data: {counts.train[-1]} more samples are appended to the {sum(counts.train[:-1])} of "
-            f"before, whose order stays"
+            f"training data: {counts.train[-1]:,} more samples are appended to the {sum(counts.train[:-1]):,} of "
+            "before, whose order stays"
         )
     progress.train_blocks = list(counts.train)
     datasets = provider(context, vocabulary, counts)

@@ -222,6 +222,18 @@ def test_a_dataset_too_small_for_a_split_takes_no_part_in_a_blend_by_size(
         build(tmp_path / "cache", data_path=[str(small)] * 3, split="80,20,0", num_samples=(2, 3, 0))
 
 
+def test_the_blocks_of_a_prolonged_run_are_told_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    corpus = str(numbered_corpus(tmp_path / "corpus", [8] * 10))
+    with caplog.at_level(logging.INFO):
+        build(tmp_path / "cache", data_path=[corpus], split="1", num_samples=([3, 2], 0, 0))
+    lines = [line for line in caplog.messages if line.startswith(("block", "train"))]
+    assert [line.partition(" from ")[0].partition(" samples:")[0] for line in lines][::2] == [
+        "block 1 of 2, for 3",
+        "block 2 of 2, for 2",
+    ]
+    assert all(line.startswith("train: ") for line in lines[1::2])
+
+
 def test_a_prolonged_run_keeps_its_order_and_appends_a_block(tmp_path: Path) -> None:
     corpus = str(numbered_corpus(tmp_path / "corpus", [7] * 30))
 
