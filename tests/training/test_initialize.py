@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -150,7 +151,7 @@ def test_launch_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _join(  # type: ignore[no-untyped-def]
-    rank: int, world_size: int, port: int, seconds: float, options: dict[str, object], job: str, sender
+    rank: int, world_size: int, port: int, seconds: float, options: Mapping[str, object], job: str, sender
 ) -> None:
     """Join a world over TCP; tell what went wrong, and whether this rank should print it."""
     launch = LaunchEnvironment(
@@ -169,32 +170,39 @@ def _join(  # type: ignore[no-untyped-def]
         sender.send(("", False))
     except LaunchError as error:
         sender.send((str(error), error.speaks))
+    if rank == 0:
+        time.sleep(5)  # it hosts what the others still ask
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def joining(
+    rank: int, world_size: int, port: int, seconds: float, options: Mapping[str, object] = {}, job: str = ""
+) -> Callable[[], tuple[str, bool]]:
+    """Start a rank; waits, when called, for what it says and whether it speaks."""
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    arguments = (rank, world_size, port, seconds, options, job, sender)
+    _CONTEXT.Process(target=_join, args=arguments, daemon=True).start()
+
+    def outcome() -> tuple[str, bool]:
+        assert receiver.poll(30), "a rank waits on"
+        text, speaks = receiver.recv()
+        return text, speaks
+
+    return outcome
 
 
 def joined(
-    present: list[int],
-    world_size: int,
-    seconds: float = 1.5,
-    odd: Mapping[int, dict[str, object]] = {},
-    jobs: Sequence[str] = (),
+    present: list[int], world_size: int, seconds: float = 1.5, odd: Mapping[int, dict[str, object]] = {}
 ) -> list[tuple[str, bool]]:
-    """What each rank present says, and whether it speaks.
-
-    odd: options of ranks that have not those of the others. jobs: whose each rank present is.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    receivers = []
-    for rank, job in zip(present, jobs or [""] * len(present), strict=True):
-        receiver, sender = _CONTEXT.Pipe(duplex=False)
-        options = odd.get(rank, {"--lr": 0.1, "--bf16": True})
-        arguments = (rank, world_size, port, seconds, options, job, sender)
-        _CONTEXT.Process(target=_join, args=arguments, daemon=True).start()
-        receivers.append(receiver)
-    for receiver in receivers:
-        assert receiver.poll(30), "a rank waits on"
-    return [receiver.recv() for receiver in receivers]
+    """What each rank present says, and whether it speaks. odd: options of ranks that have not those of the others."""
+    port, usual = free_port(), {"--lr": 0.1, "--bf16": True}
+    outcomes = [joining(rank, world_size, port, seconds, odd.get(rank, usual)) for rank in present]
+    return [outcome() for outcome in outcomes]
 
 
 def test_ranks_that_were_started_with_other_options_are_refused_on_all_ranks() -> None:
@@ -208,11 +216,13 @@ def test_ranks_that_were_started_with_other_options_are_refused_on_all_ranks() -
 
 def test_two_runs_that_meet_at_one_port_do_not_mix_their_ranks() -> None:
     """The first has the port; the second, whose rank 0 finds it taken, would lend it a rank."""
-    first, second = "Slurm job 7 step 0", "Slurm job 8 step 0"
-    outcomes = joined([0, 1, 1], 2, seconds=20, jobs=[first, second, first])
-    assert outcomes[0] == outcomes[2] == ("", False)
-    assert f"rank 1 of {second} met the ranks of another run, {first}, at 127.0.0.1:" in outcomes[1][0]
-    assert "give each run a MASTER_PORT of its own" in outcomes[1][0]
+    first, second, port = "Slurm job 7 step 0", "Slurm job 8 step 0", free_port()
+    rank_0 = joining(0, 2, port, 20, job=first)
+    text, _ = joining(1, 2, port, 20, job=second)()
+    assert f"rank 1 of {second} met the ranks of another run, {first}, at 127.0.0.1:{port}" in text
+    assert "give each run a MASTER_PORT of its own" in text
+    rank_1 = joining(1, 2, port, 20, job=first)
+    assert (rank_0(), rank_1()) == (("", False), ("", False))
 
 
 def test_a_port_that_another_run_holds_is_named() -> None:
@@ -220,10 +230,7 @@ def test_a_port_that_another_run_holds_is_named() -> None:
         other.bind(("", 0))
         other.listen()
         port = other.getsockname()[1]
-        receiver, sender = _CONTEXT.Pipe(duplex=False)
-        _CONTEXT.Process(target=_join, args=(0, 2, port, 1.5, {}, "", sender), daemon=True).start()
-        assert receiver.poll(30)
-        text, speaks = receiver.recv()
+        text, speaks = joining(0, 2, port, 1.5)()
     assert f"rank 0 could not open MASTER_PORT {port} on {socket.gethostname()}, which another run may hold: " in text
     assert speaks
 
@@ -383,7 +390,7 @@ def test_the_time_out_holds_for_all_groups_and_channels(tmp_path: Path) -> None:
     sizes = ["--pipeline-model-parallel-size", "2"]
     outcome = launch(print_timeouts, [*arguments, *sizes], ranks=4, folder=tmp_path).wait().check()
     for text in outcome.out:
-        found = ast.literal_eval(text)
+        found = ast.literal_eval(text.splitlines()[-1])
         assert set(found.values()) == {None, 180.0}
         assert {name for name, seconds in found.items() if seconds is None} == {"tensor", "context"}
         assert {"world", "channel 0 to 1", "channel 1 to 0"} <= found.keys()
