@@ -61,8 +61,9 @@ def read_yaml(path: str, sections: Mapping[str, object]) -> tuple[list[Entry], l
         entries = list(_entries(loader, root, file.name, sections, ""))
     except RecursionError:
         return [], [Problem(flags=("--config",), value=path, rule="is nested too deeply")]
-    except yaml.YAMLError as error:
-        return [], [Problem(flags=("--config",), value=path, rule=f"is not YAML: {error}")]
+    except yaml.MarkedYAMLError as error:
+        where = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        return [], [Problem(flags=("--config",), value=path, rule=f"is not YAML{where}: {error.problem}")]
     finally:
         loader.dispose()
     return _without_duplicates(entries)
