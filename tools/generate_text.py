@@ -54,13 +54,13 @@ def load_model(
     full = replace(config.optimizer, precision="fp64" if config.optimizer.precision == "fp64" else "fp32")
     config = replace(config, tokenizer=tokenizer_of(config.tokenizer, files), optimizer=full)
     vocabulary = build_vocabulary(config)
-    rows = checkpoint.tensors["model.embedding.word_embeddings.weight"].shape[0]
-    if vocabulary.size != rows:
+    embedding = checkpoint.tensors.get("model.embedding.word_embeddings.weight")  # another model than a GPT has none
+    if embedding is not None and vocabulary.size != embedding.shape[0]:
         paths = {field: getattr(config.tokenizer, field) for field in TOKENIZER_FILES}
         shown = " ".join(f"{flag_name(field)} {path}" for field, path in paths.items() if path is not None)
         raise UserError(
             f"{shown or config.tokenizer.tokenizer_type}: the tokenizer has {counted(vocabulary.size, 'token')}, and "
-            f"the model was trained with {rows:,}; give the tokenizer of the training"
+            f"the model was trained with {embedding.shape[0]:,}; give the tokenizer of the training"
         )
     context = MegatronContext(config=config, state=ParallelState.single(), device=device, extra=argparse.Namespace())
     stage = StageLayout(stage=0, chunk=0, layers=range(config.model.num_layers), has_embedding=True, has_output=True)
