@@ -26,7 +26,9 @@ class RankFailure(AssertionError):
     """One or more ranks raised, died or did not come back; the text holds each one's traceback."""
 
 
-def run_distributed(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60.0) -> list[Any]:
+def run_distributed(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 150.0
+) -> list[Any]:
     """Call `function(rank, world_size, *arguments)` on `world_size` ranks; the results in rank order.
 
     `function` must be defined at the top of a module. `torch.distributed` is initialised over gloo, also for one rank.

@@ -46,7 +46,7 @@ class Launched:
         self.processes = processes
         self._files = files
 
-    def wait(self, timeout: float = 60.0) -> Outcome:
+    def wait(self, timeout: float = 150.0) -> Outcome:
         """Until all ranks have ended; the rest are killed after `timeout` seconds, and have code None."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
@@ -132,7 +132,7 @@ def launch_tiny(folder: Path, *arguments: str, ranks: int = 1, **settings: Any) 
     return launch(pretrain_gpt, [*TINY_GPT, *arguments], ranks=ranks, folder=folder, **settings)
 
 
-def pretrain_tiny(folder: Path, *arguments: str, ranks: int = 1, timeout: float = 60.0, **settings: Any) -> Outcome:
+def pretrain_tiny(folder: Path, *arguments: str, ranks: int = 1, timeout: float = 150.0, **settings: Any) -> Outcome:
     """The same to its end."""
     return launch_tiny(folder, *arguments, ranks=ranks, **settings).wait(timeout)
 
