@@ -170,8 +170,8 @@ def _join(  # type: ignore[no-untyped-def]
         sender.send(("", False))
     except LaunchError as error:
         sender.send((str(error), error.speaks))
-    if rank == 0:
-        time.sleep(5)  # it hosts what the others still ask
+        if rank == 0:
+            time.sleep(5)  # the error holds the store, which the others still ask
 
 
 def free_port() -> int:
