@@ -422,11 +422,12 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 @pytest.mark.parametrize("step", [5, 10], ids=["killed-after-its-checkpoint", "stopped"])
 def test_tensorboard_shows_each_step_once_after_a_resume(step: int, tmp_path: Path) -> None:
     common = [
-        *("--train-iters", "12", "--tensorboard-dir", str(tmp_path / "log"), "--save", str(tmp_path / "saved")),
-        *("--eval-interval", "5", "--eval-iters", "1", "--save-interval", "5"),
+        *("--train-iters", "12", "--tensorboard-dir", str(tmp_path / "log"), "--save-interval", "5"),
+        *("--eval-interval", "5", "--eval-iters", "1"),
     ]
-    trained(*common, "--exit-interval", "10")
-    trained(*common, "--load", str(tmp_path / "saved"), "--ckpt-step", str(step))
+    saved = str(tmp_path / "saved")
+    trained(*common, "--save", saved, "--exit-interval", "10")
+    trained(*common, "--load", saved, "--ckpt-step", str(step), "--save", str(tmp_path / "saved again"))
     seen = points(tmp_path / "log")
     assert [at for at, _ in seen["lm loss"]] == list(range(1, 13))
     assert [at for at, _ in seen["lm loss vs samples"]] == list(range(8, 97, 8))
