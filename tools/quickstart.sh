@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${QUICKSTART_FOLDER:-quickstart}
-half=${QUICKSTART_HALF:-300}
+half=${QUICKSTART_HALF:-200}
 mkdir -p "$folder"
 # The two ranks share two cores, so each computes with one thread. torchrun would choose the same and say so in a banner;
 # a single process would take all cores, and on a busy machine wait for its slowest thread at every token that it samples.
