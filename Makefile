@@ -14,7 +14,7 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## create .venv and install the project with its development tools
 
-$(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
+$(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 13) else "$(PYTHON) is Python %d.%d; Python 3.11 or 3.12 is needed: make PYTHON=python3.12 …" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV), some minutes"

@@ -1,12 +1,20 @@
-// The only file that knows Python: numpy arrays in, numpy arrays out, the interpreter lock released while building.
-// Sizes and ranges are checked by megatron/data/index_builder.py, which alone calls these functions.
+// The only file that knows Python. Index builders: numpy arrays in, numpy arrays out. Kernels: the addresses of tensors,
+// with the names of their types. The interpreter lock is released while they work.
+// Sizes and ranges are checked by the Python file of each operator, which alone calls it.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <numeric>
+#include <stdexcept>
+#include <string>
+#include <utility>
 
+#include "fused_adam.h"
+#include "grad_norm.h"
 #include "index_builder.h"
+#include "instruction_set.h"
 
 namespace py = pybind11;
 
@@ -72,10 +80,102 @@ py::tuple exhaustive_blend_index(const Array<std::int64_t>& sizes) {
   return py::make_tuple(dataset_index, dataset_sample_index);
 }
 
+// Address and type of a tensor, such as (tensor.data_ptr(), "float32"); (0, "") for none.
+using Address = std::uintptr_t;
+using Tensor = std::pair<Address, std::string>;
+
+megatron::NumberType number_type(const std::string& name) {
+  if (name == "float64") return megatron::NumberType::kFloat64;
+  if (name == "float32") return megatron::NumberType::kFloat32;
+  if (name == "bfloat16") return megatron::NumberType::kBFloat16;
+  if (name == "float16") return megatron::NumberType::kFloat16;
+  throw std::invalid_argument("no kernel takes numbers of type '" + name + "'");
+}
+
+megatron::FlatArray flat_array(const Tensor& tensor) {
+  if (tensor.first == 0) return {nullptr, megatron::NumberType::kFloat32};
+  return {reinterpret_cast<void*>(tensor.first), number_type(tensor.second)};
+}
+
+template <typename Number>
+Number* pointer(Address address) {
+  return reinterpret_cast<Number*>(address);
+}
+
+// Defines `name`(tensors…, spans…, hyper-parameters…, extra…), where `run` gets the first three as structs.
+template <typename... Extra, typename Run, typename... ExtraNames>
+void define_adamw(py::module_& module, const char* name, Run run, const ExtraNames&... extra_names) {
+  module.def(
+      name,
+      [run](std::int64_t size, const Tensor& parameter, const Tensor& gradient, const Tensor& exp_avg,
+            const Tensor& exp_avg_sq, const Tensor& low_precision, std::int64_t num_spans, Address span_ends,
+            Address lr_multipliers, Address weight_decay_multipliers, std::int64_t step, double lr, double weight_decay,
+            double beta1, double beta2, double eps, double gradient_scale, bool decoupled, const Extra&... extra) {
+        const megatron::AdamBuffers buffers{size,
+                                            flat_array(parameter),
+                                            flat_array(gradient),
+                                            flat_array(exp_avg),
+                                            flat_array(exp_avg_sq),
+                                            flat_array(low_precision)};
+        const megatron::HyperSpans spans{num_spans, pointer<const std::int64_t>(span_ends),
+                                         pointer<const double>(lr_multipliers),
+                                         pointer<const double>(weight_decay_multipliers)};
+        const megatron::AdamHyperParameters hyper{step,  lr,  weight_decay,   beta1,
+                                                  beta2, eps, gradient_scale, decoupled};
+        py::gil_scoped_release unlocked;
+        run(buffers, spans, hyper, extra...);
+      },
+      py::kw_only(), py::arg("size"), py::arg("parameter"), py::arg("gradient"), py::arg("exp_avg"),
+      py::arg("exp_avg_sq"), py::arg("low_precision"), py::arg("num_spans"), py::arg("span_ends"),
+      py::arg("lr_multipliers"), py::arg("weight_decay_multipliers"), py::arg("step"), py::arg("lr"),
+      py::arg("weight_decay"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("gradient_scale"),
+      py::arg("decoupled"), py::arg(extra_names)...);
+}
+
+double sum_of_squares_cpu(const Tensor& data, Address tiles, std::int64_t num_tiles, std::int64_t threads,
+                          const std::string& instruction_set) {
+  const megatron::FlatArray array = flat_array(data);
+  py::gil_scoped_release unlocked;
+  return megatron::sum_of_squares_cpu(array.data, array.type, pointer<const std::int64_t>(tiles), num_tiles, threads,
+                                      instruction_set);
+}
+
+void define_kernels(py::module_& module) {
+  module.def("instruction_sets", &megatron::instruction_sets);
+  define_adamw<std::int64_t, std::string>(module, "adamw_cpu", &megatron::adamw_cpu, "threads", "instruction_set");
+  module.def("sum_of_squares_cpu", &sum_of_squares_cpu, py::kw_only(), py::arg("data"), py::arg("tiles"),
+             py::arg("num_tiles"), py::arg("threads"), py::arg("instruction_set"));
+#ifdef MEGATRON_CUDA
+  module.attr("cuda") = true;
+  define_adamw<int, Address>(
+      module, "adamw_cuda",
+      [](const megatron::AdamBuffers& buffers, const megatron::HyperSpans& spans,
+         const megatron::AdamHyperParameters& hyper, int device, Address stream) {
+        megatron::adamw_cuda(buffers, spans, hyper, device, pointer<void>(stream));
+      },
+      "device", "stream");
+  module.def("sum_of_squares_scratch", &megatron::sum_of_squares_scratch, py::arg("num_tiles"));
+  module.def(
+      "sum_of_squares_cuda",
+      [](const Tensor& data, Address tiles, std::int64_t num_tiles, Address scratch, int device,
+         Address stream) {
+        const megatron::FlatArray array = flat_array(data);
+        py::gil_scoped_release unlocked;
+        megatron::sum_of_squares_cuda(array.data, array.type, pointer<const std::int64_t>(tiles), num_tiles,
+                                      pointer<double>(scratch), device, pointer<void>(stream));
+      },
+      py::kw_only(), py::arg("data"), py::arg("tiles"), py::arg("num_tiles"), py::arg("scratch"), py::arg("device"),
+      py::arg("stream"));
+#else
+  module.attr("cuda") = false;
+#endif
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Compiled operators of megatron; each has a reference in Python beside its caller.";
+  define_kernels(module);
   define_sample_index<std::int32_t>(module);
   define_sample_index<std::int64_t>(module);
   module.def("build_blend_index", &blend_index, py::arg("weights").noconvert(), py::arg("size"));

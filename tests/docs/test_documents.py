@@ -26,7 +26,7 @@ COMMANDS = [
     for words in commands_of(block)
 ]
 ARCHITECTURE = TEXTS[ROOT / "docs" / "ARCHITECTURE.md"]
-SOURCE_SUFFIXES = (".py", ".sh", ".sbatch", ".cpp", ".h", ".md", ".toml")
+SOURCE_SUFFIXES = (".py", ".sh", ".sbatch", ".cpp", ".cu", ".h", ".md", ".toml")
 # Flags of a program's own reader, and of programs that are not ours.
 OTHER_FLAGS = {"--config", "--print-config", "--help", "--dependency"}
 
