@@ -1,4 +1,4 @@
-"""Global norm of the gradients, number of zeros among them, and the clip factor.
+"""What of a gradient counts in the global norm, number of zeros among it, and the clip factor.
 
 Pascanu et al., "On the difficulty of training recurrent neural networks", 2013. Each element of the global
 model counts once, on the rank that owns it.
@@ -12,14 +12,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.grad_norm import ElementSpans, Span
 from megatron.core.shard import Shard
-
-# Rows of this many elements are summed in the gradient's dtype, the sums of the rows in float64.
-_ROW = 4096
-# The exact sum converts this many elements at a time.
-_EXACT_BLOCK = 2**20
-
-Span = tuple[int, int]  # first and last + 1 element of a flat tensor
 
 
 def owned_spans(shard: Shard, local_shape: tuple[int, ...]) -> list[Span]:
@@ -52,38 +46,10 @@ def merge_spans(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def sum_of_squares(flat: Tensor, spans: Iterable[Span]) -> Tensor:
-    """Sum of the squares of the elements in `spans`, a float64 scalar; not finite when one of them is not.
-
-    Deterministic. In float32 the sum of a row of 4,096 squares may overflow although all elements are finite
-    (above 1e17 or so): `exact_sum_of_squares` then tells the difference.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for start, stop in spans:
-        whole_rows = (stop - start) // _ROW * _ROW
-        parts = []
-        if whole_rows:
-            parts.append(torch.linalg.vector_norm(flat[start : start + whole_rows].view(-1, _ROW), dim=1))
-        if start + whole_rows < stop:
-            parts.append(torch.linalg.vector_norm(flat[start + whole_rows : stop]).view(1))
-        for norms in parts:
-            total += norms.double().square_().sum()
-    return total
-
-
-def exact_sum_of_squares(flat: Tensor, spans: Iterable[Span]) -> Tensor:
-    """The same with each square in float64: finite whenever all elements are. Slow."""
-    total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for start, stop in spans:
-        for block in torch.split(flat[start:stop], _EXACT_BLOCK):
-            total += block.double().square_().sum()
-    return total
-
-
-def count_zeros(flat: Tensor, spans: Iterable[Span]) -> Tensor:
+def count_zeros(flat: Tensor, spans: ElementSpans) -> Tensor:
     """Number of elements in `spans` that are exactly zero, an int64 scalar."""
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start, stop in spans:
+    for start, stop in spans.spans:
         total += stop - start - torch.count_nonzero(flat[start:stop])
     return total
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.grad_buffer import GradBuffer
-from megatron.core.kernels.adam import HyperSpan
+from megatron.core.kernels.adam import HyperSpan, HyperSpans
+from megatron.core.kernels.grad_norm import ElementSpans
 from megatron.core.shard import NamedTensor, shard_of
 from megatron.optimizer.clip_grads import merge_spans, owned_spans
 from megatron.optimizer.update_rule import FlatStep, UpdateRule
@@ -42,14 +43,15 @@ class MainParameters:
         self.main = buffer.parameters if model_is_main else buffer.parameters.to(buffer.gradients.dtype)
         self.low_precision = None if model_is_main else buffer.parameters
         self.state = {name: torch.zeros_like(self.main) for name in rule.state_names}
-        self.spans = self._hyper_spans()
-        self.owned = merge_spans(
+        self.spans = HyperSpans(self._hyper_spans(), self.main.device)
+        owned = merge_spans(
             (entry.start + start, entry.start + stop)
             for entry in buffer.entries
             for start, stop in owned_spans(shard_of(entry.parameter), tuple(entry.parameter.shape))
         )
+        self.owned = ElementSpans(owned, self.main.device)
 
-    def _hyper_spans(self) -> tuple[HyperSpan, ...]:
+    def _hyper_spans(self) -> list[HyperSpan]:
         starts = [entry.start for entry in self.buffer.entries] + [self.buffer.parameters.numel()]
         spans: list[HyperSpan] = []
         for entry, start, stop in zip(self.buffer.entries, starts, starts[1:]):
@@ -58,7 +60,7 @@ class MainParameters:
                 last = spans.pop()
                 span = HyperSpan(length=last.length + span.length, weight_decay_multiplier=span.weight_decay_multiplier)
             spans.append(span)
-        return tuple(spans)
+        return spans
 
     def update(self, *, number: int, lr: float, weight_decay: float, gradient_scale: float) -> None:
         self.rule.update_(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from megatron.config.problems import UserError
 from megatron.core import collectives
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.grad_buffer import GradBuffer
+from megatron.core.kernels.grad_norm import ElementSpans, sum_of_squares
 from megatron.core.shard import NamedTensor
-from megatron.optimizer.clip_grads import Span, clip_factor, count_zeros, exact_sum_of_squares, sum_of_squares
+from megatron.optimizer.clip_grads import clip_factor, count_zeros
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.mixed_precision import MainParameters
 from megatron.optimizer.update_rule import UpdateRule
@@ -124,14 +125,12 @@ class MegatronOptimizer:
     def _norm(self, flat_of: Callable[[MainParameters], Tensor]) -> float:
         """Norm of a flat tensor of each part, over the global model."""
         total = float(self._over_model(flat_of, sum_of_squares, torch.float64))
-        if not math.isfinite(total):  # squares may overflow where the elements do not
-            total = float(self._over_model(flat_of, exact_sum_of_squares, torch.float64))
         return math.sqrt(total) if total >= 0 else total  # a NaN stays one
 
     def _over_model(
         self,
         flat_of: Callable[[MainParameters], Tensor],
-        measure: Callable[[Tensor, Iterable[Span]], Tensor],
+        measure: Callable[[Tensor, ElementSpans], Tensor],
         dtype: torch.dtype,
     ) -> Tensor:
         """Sum of a measure of the owned elements of each flat tensor, over the ranks of the model."""

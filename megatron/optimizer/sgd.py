@@ -22,12 +22,12 @@ class SGD:
         return ("momentum",) if self.momentum else ()
 
     def update_(self, step: FlatStep) -> None:
-        sizes = [span.length for span in step.spans]
+        sizes = [span.length for span in step.spans.spans]
         parameters = step.parameter.split_with_sizes(sizes)
         gradients = step.gradient.split_with_sizes(sizes)
         if step.gradient_scale != 1.0:
             step.gradient.div_(step.gradient_scale)
-        for span, parameter, gradient in zip(step.spans, parameters, gradients):
+        for span, parameter, gradient in zip(step.spans.spans, parameters, gradients):
             decay = step.weight_decay * span.weight_decay_multiplier
             if decay:
                 gradient.add_(parameter, alpha=decay)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from megatron.core.kernels.adam import HyperSpan
+from megatron.core.kernels.adam import HyperSpans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class FlatStep:
     gradient: Tensor
     state: Mapping[str, Tensor]
     low_precision: Tensor | None
-    spans: Sequence[HyperSpan]
+    spans: HyperSpans
     number: int
     lr: float
     weight_decay: float

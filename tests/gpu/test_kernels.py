@@ -13,6 +13,8 @@ from torch import Tensor
 from megatron.core.comm_group import CommGroup
 from megatron.core.device import to_device
 from megatron.core.kernels.adam import adamw_, adamw_reference_
+from megatron.core.kernels.extension import load_extension
+from megatron.core.kernels.grad_norm import ElementSpans, sum_of_squares
 from megatron.core.tensor_parallel import cross_entropy, random
 from megatron.core.tensor_parallel.async_linear import parallel_linear
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -21,7 +23,17 @@ from megatron.model.attention import attention_weights, fused_attention, weighte
 from megatron.model.masks import alibi_slopes, attention_mask
 from tests.gpu.runs import CPU, CUDA
 from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_reference_error
-from tests.optimizer.test_adam_kernel import HYPER, SPANS, tensors
+from tests.optimizer.test_adam_kernel import (
+    HYPER,
+    SIZES,
+    SPANS,
+    TYPES,
+    Types,
+    buffers,
+    hyper_spans,
+    many_spans,
+    tensors,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -65,12 +77,59 @@ def test_adamw_is_the_reference(dtype: torch.dtype, step: int, gradient_scale: f
     mine = [tensor.to(CUDA) for tensor in tensors(dtype)]
     low_precision = torch.zeros(mine[0].shape, dtype=torch.bfloat16, device=CUDA)
     plain, exact = tensors(dtype), tensors(torch.float64)
-    adamw_(*mine, spans=SPANS, hyper=hyper, low_precision=low_precision)
-    adamw_reference_(*plain, spans=SPANS, hyper=hyper)
-    adamw_reference_(*exact, spans=SPANS, hyper=hyper)
+    adamw_(*mine, spans=hyper_spans(SPANS, CUDA), hyper=hyper, low_precision=low_precision)
+    adamw_reference_(*plain, spans=hyper_spans(SPANS), hyper=hyper)
+    adamw_reference_(*exact, spans=hyper_spans(SPANS), hyper=hyper)
     for name, i in (("parameter", 0), ("exp_avg", 2), ("exp_avg_sq", 3)):
         assert_as_exact(mine[i], plain[i], exact[i], name)
     assert_bitwise(low_precision, mine[0].bfloat16(), "copy in low precision")
+
+
+def test_the_kernels_for_gpus_are_built() -> None:
+    """All tests of them would pass through torch's operations else."""
+    module = load_extension()
+    assert module is not None
+    assert module.cuda, "the module was built without nvcc; put it in the PATH and run `make kernels`"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_an_adamw_update_has_the_bits_of_a_cpu(types: Types, size: int) -> None:
+    on_cpu = buffers(types, size)
+    on_gpu = [None if tensor is None else tensor.to(CUDA) for tensor in on_cpu]
+    for step in (1, 2):
+        for device, (*four, low_precision) in ((CPU, on_cpu), (CUDA, on_gpu)):
+            adamw_(
+                *four,
+                spans=hyper_spans(many_spans(size), device),
+                hyper=replace(HYPER, step=step, decoupled=step == 1),
+                low_precision=low_precision,
+            )
+    for name, mine, expected in zip(("parameter", "gradient", "exp_avg", "exp_avg_sq", "copy"), on_gpu, on_cpu):
+        if mine is not None:
+            assert_bitwise(mine.cpu(), expected, name)
+
+
+# ---- gradient norm ----
+
+
+@EACH_DTYPE
+def test_a_sum_of_squares_has_the_bits_of_a_cpu(dtype: torch.dtype) -> None:
+    """Of no span, one element, tiles and rests of them, and of more tiles than are summed at once."""
+    flat = torch.randn(18_000_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    on_gpu = flat.to(CUDA)
+    for spans in ([], [(5, 6)], [(1, 4098), (4099, 9999)], [(0, flat.numel())]):
+        mine, expected = (sum_of_squares(where, ElementSpans(spans, where.device)) for where in (on_gpu, flat))
+        assert_bitwise(mine.cpu(), expected, str(spans))
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_sum_of_squares_on_a_gpu_is_not_finite_if_one_element_is_not(dtype: torch.dtype, value: float) -> None:
+    flat = torch.ones(9000, dtype=dtype, device=CUDA)
+    flat[4321] = value
+    assert not torch.isfinite(sum_of_squares(flat, ElementSpans([(0, 9000)], CUDA)))
+    assert float(sum_of_squares(flat, ElementSpans([(0, 4321), (4322, 9000)], CUDA))) == 8999
 
 
 # ---- dropout ----

@@ -17,12 +17,11 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.grad_buffer import main_grad_of
 from megatron.optimizer.adam import AdamW
 from megatron.optimizer.build import build_optimizer
-from megatron.optimizer.clip_grads import exact_sum_of_squares, sum_of_squares
 from megatron.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.optimizer.optimizer import MegatronOptimizer
 from megatron.optimizer.sgd import SGD
 from tests.helpers.dtypes import DtypesSeen
-from tests.helpers.numerics import assert_bitwise, assert_parity
+from tests.helpers.numerics import assert_bitwise
 from tests.optimizer.toy import data_parallel, loss_sum, optimizer_of, toy_batch, toy_model
 
 LOW = [torch.bfloat16, torch.float16]
@@ -312,13 +311,3 @@ def test_the_loss_scale_that_a_configuration_asks_for(config: dict[str, Any], sc
     optimizer.set_schedule(0.1, 0.1)
     optimizer.step()
     assert optimizer.loss_scale == (scale / 2 if moves else scale)
-
-
-def test_the_norm_is_the_float64_one_to_float32_accuracy() -> None:
-    """Rows longer than one block, and a tail."""
-    flat = torch.randn(1237 * 7, generator=torch.Generator().manual_seed(0))
-    spans = [(0, 4100), (4101, 8600)]
-    expected = sum(float(flat[a:b].double().square().sum()) for a, b in spans)
-    assert float(sum_of_squares(flat, spans)) == pytest.approx(expected, rel=1e-6)
-    assert float(exact_sum_of_squares(flat, spans)) == pytest.approx(expected, rel=1e-12)
-    assert_parity(sum_of_squares(flat.double(), spans), torch.tensor(expected, dtype=torch.float64))

@@ -1,18 +1,21 @@
 """AdamW over a whole flat buffer in one call: unscale, clip, moments, decay, parameters, low-precision copy.
 
-This is the interface that a fused kernel fills in. `adamw_` goes through torch's own fused functional,
-`adamw_reference_` is the mathematics in plain operations. Loshchilov and Hutter, "Decoupled Weight Decay
-Regularization", 2019.
+`adamw_` runs the compiled kernel, `adamw_reference_` is the mathematics in plain operations. Loshchilov and Hutter,
+"Decoupled Weight Decay Regularization", 2019.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron.core.kernels.extension import BEST_INSTRUCTION_SET, compiled_function, tensor_argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,30 @@ class HyperSpan:
 
     length: int
     weight_decay_multiplier: float = 1.0
+    lr_multiplier: float = 1.0
+
+
+class HyperSpans:
+    """The spans of a buffer, written out for the kernel once and for all.
+
+    Attributes:
+        spans: in the order of the buffer.
+        size: number of elements that they tile.
+        ends, lr_multipliers, weight_decay_multipliers: [k] of each span, int64 and float64, where the buffer is.
+    """
+
+    def __init__(self, spans: Iterable[HyperSpan], device: torch.device) -> None:
+        self.spans = tuple(spans)
+        ends = list(accumulate(span.length for span in self.spans))
+        self.size = ends[-1] if ends else 0
+        self.ends = torch.tensor(ends, dtype=torch.int64, device=device)
+        self.lr_multipliers, self.weight_decay_multipliers = (
+            torch.tensor(multipliers, dtype=torch.float64, device=device)
+            for multipliers in (
+                [span.lr_multiplier for span in self.spans],
+                [span.weight_decay_multiplier for span in self.spans],
+            )
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +62,7 @@ class AdamHyperParameters:
     Attributes:
         step: number of this update, from 1, for the bias corrections.
         gradient_scale: what the gradients still have to be divided by: loss scale over clip factor.
+        decoupled: weight decay shrinks the parameter itself (AdamW); else it is added to its gradient (Adam with L2).
     """
 
     step: int
@@ -44,6 +72,7 @@ class AdamHyperParameters:
     beta2: float
     eps: float
     gradient_scale: float = 1.0
+    decoupled: bool = True
 
 
 def adamw_(
@@ -52,23 +81,102 @@ def adamw_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    spans: Sequence[HyperSpan],
+    spans: HyperSpans,
     hyper: AdamHyperParameters,
     low_precision: Tensor | None = None,
 ) -> None:
-    """One AdamW step, in place, on flat tensors of one shape [n] and dtype (float32 or float64).
+    """One AdamW step, in place, on flat tensors [n].
 
     Args:
-        gradient: may be overwritten.
+        parameter: float32 or float64. The computation is in its dtype.
+        gradient: in that dtype or bfloat16; may be overwritten.
+        exp_avg, exp_avg_sq: each in that dtype or bfloat16.
         spans: tile the n elements.
-        low_precision: [n] in the model's dtype; receives the rounded parameters.
+        low_precision: [n] bfloat16 or float16; receives the rounded parameters.
 
-    Equal inputs give equal bits, at any position in the buffer: torch's kernel takes the last elements of a
+    With the compiled kernel an element has the same bits at any place of the buffer, with any number of threads, and on
+    any device. Without it torch's fused functional runs, where the dtypes are equal: that takes the last elements of a
     span that do not fill a vector one by one, so spans should be multiples of 64 long.
     """
-    assert sum(span.length for span in spans) == parameter.numel(), "the spans do not tile the buffer"
+    assert spans.size == parameter.numel(), "the spans do not tile the buffer"
     if parameter.numel() == 0:
         return
+    tensors = (parameter, gradient, exp_avg, exp_avg_sq)
+    if parameter.is_cuda:
+        compiled = compiled_function("adamw_cuda", reference_cost="a launch or more a span", device="cuda")
+    else:
+        compiled = compiled_function("adamw_cpu", reference_cost="up to twice the time of an update")
+    if compiled is None:
+        equal = {tensor.dtype for tensor in tensors} == {parameter.dtype}
+        update_ = _adamw_of_torch_ if equal else adamw_reference_
+        update_(*tensors, spans=spans, hyper=hyper, low_precision=low_precision)
+    elif parameter.is_cuda:
+        stream = torch.cuda.current_stream(parameter.device).cuda_stream
+        arguments = _arguments(*tensors, low_precision, spans, hyper)
+        with torch.cuda.device(parameter.device):
+            compiled(**arguments, device=parameter.device.index, stream=stream)
+    else:
+        threads = torch.get_num_threads()
+        adamw_compiled_(compiled, *tensors, spans=spans, hyper=hyper, low_precision=low_precision, threads=threads)
+
+
+def adamw_compiled_(
+    compiled: Callable[..., Any],
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    spans: HyperSpans,
+    hyper: AdamHyperParameters,
+    low_precision: Tensor | None,
+    threads: int,
+    instruction_set: str = BEST_INSTRUCTION_SET,
+) -> None:
+    """The same by the kernel for CPUs. Neither of the last arguments changes a bit of it."""
+    arguments = _arguments(parameter, gradient, exp_avg, exp_avg_sq, low_precision, spans, hyper)
+    compiled(**arguments, threads=threads, instruction_set=instruction_set)
+
+
+def _arguments(
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    low_precision: Tensor | None,
+    spans: HyperSpans,
+    hyper: AdamHyperParameters,
+) -> dict[str, Any]:
+    """What the kernels for CPUs and GPUs both take."""
+    for tensor in (gradient, exp_avg, exp_avg_sq, low_precision):
+        assert tensor is None or (tensor.shape == parameter.shape and tensor.device == parameter.device)
+    assert spans.ends.device == parameter.device, spans.ends.device
+    return {
+        "size": parameter.numel(),
+        "parameter": tensor_argument(parameter),
+        "gradient": tensor_argument(gradient),
+        "exp_avg": tensor_argument(exp_avg),
+        "exp_avg_sq": tensor_argument(exp_avg_sq),
+        "low_precision": tensor_argument(low_precision),
+        "num_spans": len(spans.spans),
+        "span_ends": spans.ends.data_ptr(),
+        "lr_multipliers": spans.lr_multipliers.data_ptr(),
+        "weight_decay_multipliers": spans.weight_decay_multipliers.data_ptr(),
+        **vars(hyper),
+    }
+
+
+def _adamw_of_torch_(
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    spans: HyperSpans,
+    hyper: AdamHyperParameters,
+    low_precision: Tensor | None,
+) -> None:
+    """The same through torch's fused functional, for tensors of one dtype; overwrites the gradient."""
     grad_scale = None
     if hyper.gradient_scale != 1.0:
         if parameter.dtype == torch.float64:  # torch's kernel reads the factor as float32
@@ -78,19 +186,21 @@ def adamw_(
     # The CUDA kernel reads it as float32 whatever the parameters are; that is exact up to 2**24 updates.
     dtype = torch.float32 if parameter.is_cuda else parameter.dtype
     step = torch.full((), float(hyper.step), dtype=dtype, device=parameter.device)
-    sizes = [span.length for span in spans]
+    update = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
+    sizes = [span.length for span in spans.spans]
     views = [flat.split_with_sizes(sizes) for flat in (parameter, gradient, exp_avg, exp_avg_sq)]
-    for weight_decay in sorted({span.weight_decay_multiplier for span in spans}):
-        members = [i for i, span in enumerate(spans) if span.weight_decay_multiplier == weight_decay]
+    multipliers = [(span.lr_multiplier, span.weight_decay_multiplier) for span in spans.spans]
+    for lr, weight_decay in sorted(set(multipliers)):
+        members = [i for i, pair in enumerate(multipliers) if pair == (lr, weight_decay)]
         parameters, gradients, exp_avgs, exp_avg_sqs = ([view[i] for i in members] for view in views)
-        torch._fused_adamw_(
+        update(
             parameters,
             gradients,
             exp_avgs,
             exp_avg_sqs,
             [],
             [step] * len(members),
-            lr=hyper.lr,
+            lr=lr * hyper.lr,
             beta1=hyper.beta1,
             beta2=hyper.beta2,
             weight_decay=weight_decay * hyper.weight_decay,
@@ -109,22 +219,28 @@ def adamw_reference_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    spans: Sequence[HyperSpan],
+    spans: HyperSpans,
     hyper: AdamHyperParameters,
     low_precision: Tensor | None = None,
 ) -> None:
     """The same as `adamw_` in plain operations; `gradient` is left alone."""
-    assert sum(span.length for span in spans) == parameter.numel(), "the spans do not tile the buffer"
+    assert spans.size == parameter.numel(), "the spans do not tile the buffer"
     correction1 = 1 - hyper.beta1**hyper.step
     correction2 = 1 - hyper.beta2**hyper.step
     start = 0
-    for span in spans:
+    for span in spans.spans:
         p, g, m, v = (flat[start : start + span.length] for flat in (parameter, gradient, exp_avg, exp_avg_sq))
-        g = g / hyper.gradient_scale
-        p.mul_(1 - hyper.lr * span.weight_decay_multiplier * hyper.weight_decay)
-        m.mul_(hyper.beta1).add_(g, alpha=1 - hyper.beta1)
-        v.mul_(hyper.beta2).addcmul_(g, g, value=1 - hyper.beta2)
-        p.addcdiv_(m, v.sqrt().div_(math.sqrt(correction2)).add_(hyper.eps), value=-hyper.lr / correction1)
+        lr, weight_decay = span.lr_multiplier * hyper.lr, span.weight_decay_multiplier * hyper.weight_decay
+        g = g.to(p.dtype) / hyper.gradient_scale
+        if hyper.decoupled:
+            p.mul_(1 - lr * weight_decay)
+        else:
+            g.add_(p, alpha=weight_decay)
+        new_m = m.to(p.dtype, copy=True).mul_(hyper.beta1).add_(g, alpha=1 - hyper.beta1)
+        new_v = v.to(p.dtype, copy=True).mul_(hyper.beta2).addcmul_(g, g, value=1 - hyper.beta2)
+        p.addcdiv_(new_m, (new_v.sqrt() / math.sqrt(correction2)).add_(hyper.eps), value=-lr / correction1)
+        m.copy_(new_m)
+        v.copy_(new_v)
         start += span.length
     if low_precision is not None:
         low_precision.copy_(parameter)

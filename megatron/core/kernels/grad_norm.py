@@ -1,0 +1,115 @@
+"""Sum of squares of parts of a flat tensor, for norms over a model whose elements count once each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.kernels.extension import BEST_INSTRUCTION_SET, compiled_function, tensor_argument
+
+Span = tuple[int, int]  # first and last + 1 element of a flat tensor
+
+# Elements that are summed by themselves: enough work for a warp, few enough for all warps of a GPU to have some.
+_TILE = 4096
+# Rows of this many elements are summed in the tensor's dtype by plain torch, the sums of the rows in float64.
+_ROW = 4096
+# The exact sum of plain torch converts this many elements at a time.
+_EXACT_BLOCK = 2**20
+
+
+class ElementSpans:
+    """Spans of elements of flat tensors of one length, cut for the kernel once and for all.
+
+    Attributes:
+        spans: first and last + 1 element of each.
+        tiles: [t, 2] int64: the same of the tiles that the spans are cut into, where the tensors are.
+    """
+
+    def __init__(self, spans: Iterable[Span], device: torch.device) -> None:
+        self.spans = tuple(spans)
+        tiles = [(tile, min(tile + _TILE, stop)) for start, stop in self.spans for tile in range(start, stop, _TILE)]
+        self.tiles = torch.tensor(tiles, dtype=torch.int64, device=device).view(-1, 2)
+
+
+def sum_of_squares(flat: Tensor, spans: ElementSpans) -> Tensor:
+    """Sum of the squares of the elements in `spans`, a float64 scalar on the device of `flat`.
+
+    Finite exactly if all these elements are (in float64, if their squares are too). Deterministic: the bits depend on
+    the elements and the spans alone, and with the compiled kernels not on the device either.
+
+    Args:
+        flat: [n] float64, float32 or bfloat16.
+    """
+    if flat.is_cuda:
+        compiled = compiled_function("sum_of_squares_cuda", reference_cost="some launches a span", device="cuda")
+        return sum_of_squares_reference(flat, spans) if compiled is None else _on_gpu(compiled, flat, spans)
+    compiled = compiled_function("sum_of_squares_cpu", reference_cost="some operations a span")
+    if compiled is None:
+        return sum_of_squares_reference(flat, spans)
+    return sum_of_squares_compiled(compiled, flat, spans, threads=torch.get_num_threads())
+
+
+def sum_of_squares_compiled(
+    compiled: Callable[..., Any],
+    flat: Tensor,
+    spans: ElementSpans,
+    *,
+    threads: int,
+    instruction_set: str = BEST_INSTRUCTION_SET,
+) -> Tensor:
+    """The same by the kernel for CPUs. Neither argument changes a bit of it."""
+    total = compiled(
+        data=tensor_argument(flat),
+        tiles=spans.tiles.data_ptr(),
+        num_tiles=spans.tiles.shape[0],
+        threads=threads,
+        instruction_set=instruction_set,
+    )
+    return torch.tensor(total, dtype=torch.float64)
+
+
+def _on_gpu(compiled: Callable[..., Any], flat: Tensor, spans: ElementSpans) -> Tensor:
+    num_tiles = spans.tiles.shape[0]
+    scratch_size = compiled_function("sum_of_squares_scratch", reference_cost="", device="cuda")
+    assert scratch_size is not None
+    scratch = torch.empty(scratch_size(num_tiles), dtype=torch.float64, device=flat.device)
+    with torch.cuda.device(flat.device):
+        compiled(
+            data=tensor_argument(flat),
+            tiles=spans.tiles.data_ptr(),
+            num_tiles=num_tiles,
+            scratch=scratch.data_ptr(),
+            device=flat.device.index,
+            stream=torch.cuda.current_stream(flat.device).cuda_stream,
+        )
+    return scratch[-1]
+
+
+def sum_of_squares_reference(flat: Tensor, spans: ElementSpans) -> Tensor:
+    """The same in plain torch, in other bits.
+
+    Rows are summed in the dtype of `flat`, which may overflow above 1e17 or so in float32 although all elements are
+    finite; then each square is taken in float64, slowly.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for start, stop in spans.spans:
+        whole_rows = (stop - start) // _ROW * _ROW
+        parts = []
+        if whole_rows:
+            parts.append(torch.linalg.vector_norm(flat[start : start + whole_rows].view(-1, _ROW), dim=1))
+        if start + whole_rows < stop:
+            parts.append(torch.linalg.vector_norm(flat[start + whole_rows : stop]).view(1))
+        for norms in parts:
+            total += norms.double().square_().sum()
+    return total if torch.isfinite(total) else _exact_sum_of_squares(flat, spans)
+
+
+def _exact_sum_of_squares(flat: Tensor, spans: ElementSpans) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for start, stop in spans.spans:
+        for block in torch.split(flat[start:stop], _EXACT_BLOCK):
+            total += block.double().square_().sum()
+    return total
