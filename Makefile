@@ -42,6 +42,7 @@ lint: $(STAMP)  ## ruff, mypy --strict and the import contract
 
 bench: $(STAMP)  ## measure against the alternatives, side by side
 	$(BIN)/python tools/benchmark/pretrain_vs_plain_loop.py
+	$(BIN)/python tools/benchmark/optimizer_step.py
 
 kernels: $(STAMP)  ## rebuild the compiled extension after a change in csrc/
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
