@@ -181,6 +181,7 @@ class MegatronConfig:
             found += _length_problems(self)
             found += _sample_problems(self)
             found += _unavailable(self)
+            found += _apex_problems(self)
             if check_files:
                 found += self.data.file_problems()
         if (world_size := self.parallel.world_size) is not None:
@@ -199,25 +200,52 @@ class MegatronConfig:
     # ---- what to know at the start ----
 
     def start_notes(self) -> list[str]:
-        """What a choice costs, for the choices whose price is not plain."""
+        """What a choice costs, for the choices whose price is not plain, and which of them gain nothing."""
+        return [*self._attention_notes(), *self._recompute_notes()]
+
+    def _attention_notes(self) -> Iterator[str]:
         model, training, dropout = self.model, self.training, self.model.attention_dropout
         if dropout == 0:
-            return []
+            return
         if model.fast_attention_dropout:
-            return [
+            yield (
                 f"--attention-dropout {dropout} is drawn by torch's attention kernel (--fast-attention-dropout): its "
                 "masks follow from --seed, but depend on --tensor-model-parallel-size and --micro-batch-size"
-            ]
+            )
+            return
         heads, length = model.num_attention_heads // self.parallel.tensor_model_parallel_size, self.data.seq_length
-        # The softmax is kept in fp32 or wider, what is left of it after dropout in the precision of the activations.
-        bytes_per_weight = self.optimizer.params_dtype.itemsize + self.optimizer.main_dtype.itemsize
+        # The softmax and what is left of it after dropout, in the precision of the activations.
+        bytes_per_weight = 2 * self.optimizer.params_dtype.itemsize
         kept = heads * length**2 * training.micro_batch_size * bytes_per_weight
-        return [
-            f"--attention-dropout {dropout} takes the explicit path, so that its masks do not depend on the layout: no "
-            f"flash kernel runs, and each layer keeps {kept / 1e6:,.1f} MB of attention weights for the backward pass "
-            f"of a micro-batch ({heads} heads x {length} x {length} x {training.micro_batch_size} samples x "
-            f"{bytes_per_weight} bytes); --attention-dropout 0 or --fast-attention-dropout spares both"
-        ]
+        explicit = f"--attention-dropout {dropout} takes the explicit path, so that its masks do not depend on the layout"
+        if "core_attn" in model.recomputed_modules or model.recompute_granularity == "full":
+            yield f"{explicit}: no flash kernel runs; --attention-dropout 0 or --fast-attention-dropout lets it"
+            return
+        yield (
+            f"{explicit}: no flash kernel runs, and each layer keeps {kept / 1e6:,.1f} MB of attention weights for the "
+            f"backward pass of a micro-batch ({heads} heads x {length} x {length} x {training.micro_batch_size} samples "
+            f"x {bytes_per_weight} bytes); --attention-dropout 0 or --fast-attention-dropout spares both, "
+            "--recompute-activations the memory"
+        )
+
+    def _recompute_notes(self) -> Iterator[str]:
+        """Recomputation that spares nothing, or next to nothing."""
+        model, parallel = self.model, self.parallel
+        fused = model.attention_dropout == 0 or model.fast_attention_dropout
+        if "core_attn" in model.recomputed_modules and fused:
+            yield (
+                "--recompute-granularity selective recomputes the core of attention, which runs in a fused kernel here: "
+                "it keeps no attention weights and computes them again by itself, so only its output is spared, twice "
+                "the hidden size a token at most; --recompute-modules layernorm mlp, or --recompute-granularity full, "
+                "spare more"
+            )
+        whole = model.recompute_method == "uniform" and model.num_layers <= (model.recompute_num_layers or 0)
+        if whole and parallel.pipeline_model_parallel_size == 1:
+            yield (
+                f"--recompute-method uniform with --recompute-num-layers {model.recompute_num_layers} spares nothing "
+                "without pipeline stages: the backward of the only micro-batch computes all layers again before it uses "
+                "the first of them; --recompute-num-layers 1 keeps the activations of one layer at a time"
+            )
 
     # ---- saved form ----
 
@@ -355,10 +383,22 @@ def _unavailable(config: MegatronConfig) -> Iterator[Problem]:
         )
 
 
+def _apex_problems(config: MegatronConfig) -> Iterator[Problem]:
+    """What the kernels of NVIDIA Apex do not compute."""
+    if config.training.kernels == "apex" and config.optimizer.precision == "fp64":
+        yield Problem(
+            flags=("--kernels", "--fp64"),
+            value="apex",
+            rule="the Adam of NVIDIA Apex computes in fp32, from fp32",
+            works="--kernels auto; --bf16, --fp16 or fp32 without a flag",
+        )
+
+
 def _model_layout_problems(config: MegatronConfig) -> Iterator[Problem]:
     """Model sizes against tensor parallelism, and the sequence against the table of positions."""
     model, data = config.model, config.data
     yield from _tensor_problems(config, config.parallel.tensor_model_parallel_size)
+    yield from _kept_parts_problems(config)
     if model.position_embedding_type == "learned_absolute":
         rows = model.max_position_embeddings
         flags = ("--max-position-embeddings", "--seq-length", "--position-embedding-type")
@@ -375,6 +415,25 @@ def _model_layout_problems(config: MegatronConfig) -> Iterator[Problem]:
                 rule=f"must not be more than --max-position-embeddings {rows}: positions are learned",
                 works=f"--seq-length {rows}; --max-position-embeddings {data.seq_length}",
             )
+
+
+def _kept_parts_problems(config: MegatronConfig) -> Iterator[Problem]:
+    """What keeps the inputs of recomputed layers from being cut over tensor-parallel ranks."""
+    if not config.model.distribute_saved_activations:
+        return
+    name, parallel = "--distribute-saved-activations", config.parallel
+    if parallel.tensor_model_parallel_size == 1:
+        yield Problem(
+            flags=(name, "--tensor-model-parallel-size"),
+            rule="keeps a part on each tensor-parallel rank, and --tensor-model-parallel-size is 1",
+            works=f"--tensor-model-parallel-size 2 or more; or leave out {name}",
+        )
+    elif parallel.sequence_parallel:
+        yield Problem(
+            flags=(name, "--sequence-parallel"),
+            rule="has nothing to do: with --sequence-parallel each rank holds and keeps its part of the sequence only",
+            works=f"leave out {name}",
+        )
 
 
 def _pipeline_problems(config: MegatronConfig) -> Iterator[Problem]:

@@ -87,6 +87,14 @@ class TrainingConfig:
             "they are and break the graph."
         ),
     )
+    kernels: Literal["auto", "native", "apex", "torch"] = field(
+        default="auto",
+        metadata=flag(
+            "Implementation of operations with kernels of their own. auto: those of the compiled module where it has "
+            "them, else torch's. native: refuse to start without them. apex: NVIDIA Apex's Adam, on GPUs. torch: only "
+            "the references. tools/doctor.py shows what runs."
+        ),
+    )
 
     def evaluations(self, train_iters: int) -> int:
         """How often a run of so many iterations is evaluated on the validation data."""

@@ -30,6 +30,8 @@ from megatron.config.megatron_config import MegatronConfig
 from megatron.config.problems import UserError
 from megatron.core import device as devices
 from megatron.core import parallel_state
+from megatron.core.kernels.choice import KernelChoice, device_type
+from megatron.core.kernels.extension import choose_kernels, describe_kernels
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel.random import RngStateTracker, model_parallel_rng_tracker
 from megatron.model.flops import parameter_count
@@ -331,6 +333,7 @@ def _initialize(
     try:
         backend = devices.choose_backend(parallel.distributed_backend)
         device = devices.choose_device(backend, launch.local_rank, gpu_per_task=launch.gpu_per_task)
+        choose_kernels(KernelChoice(kernels=config.training.kernels), device_type(device))
     except ValueError as error:
         raise LaunchError(str(error), speaks=launch.local_rank == 0) from error
     nodes, store = ["node0"], None
@@ -359,6 +362,7 @@ def _initialize(
     if device.type == "cpu" and parallel.distributed_backend is None:
         here = "1 rank computes on a CPU" if world_size == 1 else f"{world_size} ranks compute on CPUs"
         context.say(f"no GPU is visible: {here}, as --distributed-backend gloo asks for")
+    context.say(f"kernels: {describe_kernels(device_type(device))}")
     for warning in _node_warnings(state, config):
         context.say(f"warning: {warning}")
     if device.type == "cpu" and (warning := _memory_warning(state, config, _bytes_of_memory())):

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.extension import BEST_INSTRUCTION_SET, compiled_function, tensor_argument
+from megatron.core.kernels.apex import adamw_by_apex_, multi_tensor_adam
+from megatron.core.kernels.choice import OPERATION_OF
+from megatron.core.kernels.extension import (
+    BEST_INSTRUCTION_SET,
+    compiled_function,
+    implementation,
+    tensor_argument,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +109,9 @@ def adamw_(
     if parameter.numel() == 0:
         return
     tensors = (parameter, gradient, exp_avg, exp_avg_sq)
+    if parameter.is_cuda and implementation(OPERATION_OF["adamw_cuda"], "cuda").name == "apex":
+        adamw_by_apex_(multi_tensor_adam(), *tensors, spans=spans, hyper=hyper, low_precision=low_precision)
+        return
     if parameter.is_cuda:
         compiled = compiled_function("adamw_cuda", reference_cost="a launch or more a span", device="cuda")
     else:

@@ -1,4 +1,4 @@
-"""The one place that loads the compiled module `megatron._C` (sources in csrc/).
+"""The one place that loads the compiled module `megatron._C` (sources in csrc/), and that says what runs where.
 
 Every compiled operator has a reference beside its caller. Without the module the references run: same
 results, more time, and one line per operator says so.
@@ -11,10 +11,23 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
+
+from megatron.config.problems import UserError
+from megatron.core.kernels.apex import apex_obstacle
+from megatron.core.kernels.choice import (
+    OPERATION_OF,
+    OPERATIONS,
+    DeviceType,
+    KernelChoice,
+    Operation,
+    kernel_choice,
+    set_kernel_choice,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,24 +48,97 @@ def load_extension() -> ModuleType | None:
     return importlib.import_module(MODULE_NAME)
 
 
-def compiled_function(name: str, *, reference_cost: str, device: str = "cpu") -> Callable[..., Any] | None:
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """What runs in an operation, and why.
+
+    Attributes:
+        chosen: it runs because it was asked for, not because there is no other.
+    """
+
+    name: Literal["native", "apex", "torch"]
+    why: str
+    chosen: bool = False
+
+
+def implementation(operation: Operation, device: DeviceType) -> Implementation:
+    """What runs in an operation where the model of this process is on `device`."""
+    choice, device = kernel_choice(), operation.device(device)
+    if operation.name in choice.references:
+        return Implementation(name="torch", why=f"{choice.references[operation.name]} asks for it", chosen=True)
+    if choice.kernels == "torch":
+        return Implementation(name="torch", why="--kernels torch asks for it", chosen=True)
+    if choice.kernels == "apex" and operation.in_apex and device == "cuda":
+        return Implementation(name="apex", why="--kernels apex asks for it", chosen=True)
+    if not operation.functions(device):
+        where = "GPUs" if device == "cuda" else "CPUs"
+        return Implementation(name="torch", why=f"there is no kernel for {where}", chosen=True)
+    obstacle = _obstacle(device)
+    if obstacle:
+        return Implementation(name="torch", why=obstacle)
+    return Implementation(name="native", why=f"{MODULE_NAME} has it")
+
+
+def _obstacle(device: DeviceType) -> str:
+    """Why the compiled module cannot be called for a device; "" where it can be."""
+    module = load_extension()
+    if module is None:
+        return f"the compiled module {MODULE_NAME} is not built"
+    if device == "cuda" and vars(module).get("cuda") is False:
+        return f"the compiled module {MODULE_NAME} was built without nvcc"
+    return ""
+
+
+def choose_kernels(choice: KernelChoice, device: DeviceType) -> None:
+    """Set what runs in this process.
+
+    Raises:
+        UserError: `native` or `apex` is asked for, and is not there for the device.
+    """
+    if choice.kernels == "native":
+        module, obstacle = load_extension(), _obstacle(device)
+        known = set() if module is None else set(vars(module))
+        lacking = [name for operation in OPERATIONS for name in operation.functions(device) if name not in known]
+        if lacking and not obstacle:
+            obstacle = f"the compiled module {MODULE_NAME} was built from other sources: it lacks {', '.join(lacking)}"
+        if obstacle:
+            nvcc = ", with nvcc in the PATH," if device == "cuda" else ""
+            raise UserError(
+                f"--kernels native: {obstacle}; `make kernels` (or `pip install .`){nvcc} builds it; or --kernels auto"
+            )
+    if choice.kernels == "apex":
+        obstacle = apex_obstacle() if device == "cuda" else "the kernels of NVIDIA Apex run on GPUs, and this is a CPU"
+        if obstacle:
+            raise UserError(f"--kernels apex: {obstacle}; or --kernels auto")
+    set_kernel_choice(choice)
+
+
+def describe_kernels(device: DeviceType) -> str:
+    """What runs in each operation, in a line: `native: adam, norm; torch: rotary`."""
+    names: dict[str, list[str]] = {}
+    for operation in OPERATIONS:
+        names.setdefault(implementation(operation, device).name, []).append(operation.name)
+    return "; ".join(f"{name}: {', '.join(operations)}" for name, operations in names.items())
+
+
+def compiled_function(name: str, *, reference_cost: str, device: DeviceType = "cpu") -> Callable[..., Any] | None:
     """The compiled operator `name`, or None: the caller then runs its reference.
 
     Args:
         name: a function of `megatron._C`.
-        reference_cost: what running the reference instead costs, for the line that says so once.
+        reference_cost: what running the reference instead costs, for the line that says so once where it was not
+            asked for.
         device: "cuda" for an operator that a module built without nvcc lacks.
 
     Raises:
         RuntimeError: the module was built from sources that do not know `name`.
     """
+    runs = implementation(OPERATION_OF[name], device)
+    if runs.name != "native":
+        if not runs.chosen:
+            _report_reference(name, runs.why, reference_cost)
+        return None
     module = load_extension()
-    if module is None:
-        _report_reference(name, f"the compiled module {MODULE_NAME} is not built", reference_cost)
-        return None
-    if device == "cuda" and vars(module).get("cuda") is False:
-        _report_reference(name, f"the compiled module {MODULE_NAME} was built without nvcc", reference_cost)
-        return None
     if name not in vars(module):
         raise RuntimeError(
             f"the compiled module {module.__file__} has no operator {name!r}: it was built from other "

@@ -1,0 +1,266 @@
+"""`--kernels`: what runs in an operation, and what is refused when it is not there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.problems import UserError
+from megatron.core.kernels import extension
+from megatron.core.kernels.adam import AdamHyperParameters, HyperSpan, HyperSpans, adamw_reference_
+from megatron.core.kernels.apex import adamw_by_apex_, apex_obstacle
+from megatron.core.kernels.choice import (
+    OPERATION_OF,
+    OPERATIONS,
+    DeviceType,
+    KernelChoice,
+    kernel_choice,
+    set_kernel_choice,
+)
+from megatron.core.kernels.extension import choose_kernels, compiled_function, describe_kernels, implementation
+from tests.helpers.numerics import assert_parity
+
+CPU: DeviceType = "cpu"
+CUDA: DeviceType = "cuda"
+ADAM = OPERATION_OF["adamw_cpu"]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    extension.load_extension.cache_clear()
+    extension._report_reference.cache_clear()
+    yield
+    set_kernel_choice(KernelChoice())
+    extension.load_extension.cache_clear()
+    extension._report_reference.cache_clear()
+
+
+def build(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> None:
+    """Have a compiled module with all functions that the operations call on CPUs, and these."""
+    module = ModuleType("built")
+    functions = {name: name for operation in OPERATIONS for name in operation.functions("cpu")}
+    vars(module).update(functions | attributes)
+    monkeypatch.setattr(extension, "load_extension", lambda: module)
+
+
+def build_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "load_extension", lambda: None)
+
+
+def choose(kernels: Any, device: DeviceType = CPU, **references: str) -> None:
+    choose_kernels(KernelChoice(kernels=kernels, references=references), device)
+
+
+# ---- the table ----
+
+
+def test_every_function_of_the_compiled_module_belongs_to_an_operation() -> None:
+    module = extension.load_extension()
+    assert module is not None, "the compiled module is not built: `make kernels`"
+    functions = {name for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
+    assert functions - set(OPERATION_OF) == {"instruction_sets"}
+    on_cpus = {name for operation in OPERATIONS for name in operation.cpu}
+    assert on_cpus - functions == set()
+
+
+def test_no_two_operations_share_a_name_or_a_function() -> None:
+    assert len({operation.name for operation in OPERATIONS}) == len(OPERATIONS)
+    assert len(OPERATION_OF) == sum(len(set(operation.cpu + operation.cuda)) for operation in OPERATIONS)
+
+
+# ---- what runs ----
+
+
+def test_auto_takes_the_compiled_functions_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernel_choice().kernels == "auto"
+    build(monkeypatch, cuda=False)
+    assert compiled_function("adamw_cpu", reference_cost="time") == "adamw_cpu"
+    assert implementation(ADAM, "cuda").name == "torch"
+    assert "without nvcc" in implementation(ADAM, "cuda").why
+    build(monkeypatch, cuda=True, adamw_cuda="adamw_cuda")
+    assert compiled_function("adamw_cuda", reference_cost="time", device="cuda") == "adamw_cuda"
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_torch_calls_nothing_that_is_compiled_and_says_nothing_of_it(
+    device: DeviceType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    build(monkeypatch, cuda=True)
+    choose("torch", device)
+    assert [name for name in OPERATION_OF if compiled_function(name, reference_cost="") is not None] == []
+    assert describe_kernels(device).startswith("torch: adam, ")
+    assert ";" not in describe_kernels(device)
+    assert caplog.records == []
+
+
+def test_a_flag_can_ask_for_the_reference_of_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    build(monkeypatch)
+    choose("native", **{"gradient norm": "--no-such-fusion"})
+    assert compiled_function("sum_of_squares_cpu", reference_cost="") is None
+    assert compiled_function("adamw_cpu", reference_cost="") is not None
+    assert implementation(OPERATION_OF["sum_of_squares_cpu"], "cpu").why == "--no-such-fusion asks for it"
+
+
+def test_what_runs_on_the_host_is_not_asked_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    build(monkeypatch, cuda=False)
+    assert implementation(OPERATION_OF["build_blend_index"], "cuda").name == "native"
+
+
+# ---- native ----
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_native_without_the_module_is_refused_with_the_command_that_builds_it(
+    device: DeviceType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_nothing(monkeypatch)
+    with pytest.raises(UserError, match=r"--kernels native: .*is not built; `make kernels` \(or `pip install \.`\)"):
+        choose("native", device)
+    assert kernel_choice().kernels == "auto"
+
+
+def test_native_on_a_gpu_needs_a_module_that_nvcc_has_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    build(monkeypatch, cuda=False)
+    choose("native")
+    with pytest.raises(UserError, match=r"was built without nvcc; .* with nvcc in the PATH, builds it"):
+        choose("native", CUDA)
+    on_gpus = {name: name for operation in OPERATIONS for name in operation.cuda}
+    build(monkeypatch, cuda=True, **on_gpus)
+    choose("native", CUDA)
+    assert describe_kernels(CUDA).startswith("native: ")
+
+
+def test_native_refuses_a_module_of_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "load_extension", lambda: ModuleType("old"))
+    with pytest.raises(UserError, match="built from other sources: it lacks adamw_cpu, "):
+        choose("native")
+
+
+# ---- apex ----
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of packages, none of which may be imported to be recognised."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def install(site: Path, *files: str) -> None:
+    for file in files:
+        (site / file).parent.mkdir(parents=True, exist_ok=True)
+        (site / file).write_text("raise AssertionError('imported')\n")
+    importlib.invalidate_caches()
+
+
+def install_nvidia(site: Path) -> None:
+    packages = ("multi_tensor_apply", "optimizers", "normalization")
+    install(site, "apex/__init__.py", *(f"apex/{package}/__init__.py" for package in packages))
+
+
+def test_apex_is_refused_where_it_is_not_installed() -> None:
+    with pytest.raises(UserError, match=r"--kernels apex: NVIDIA Apex is not installed; .*--kernels auto"):
+        choose("apex", CUDA)
+
+
+def test_apex_is_refused_on_a_cpu(site: Path) -> None:
+    install_nvidia(site)
+    with pytest.raises(UserError, match="run on GPUs, and this is a CPU"):
+        choose("apex")
+
+
+def test_the_unrelated_package_of_the_same_name_is_named_and_not_imported(site: Path) -> None:
+    install(site, "apex/__init__.py", "apex/models.py", "apex/lib/__init__.py")
+    metadata = site / "apex-0.9.10.dev0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: apex\nVersion: 0.9.10.dev0\nSummary: Pyramid toolkit\n")
+    with pytest.raises(
+        UserError, match=r"`apex` .*here \(0\.9\.10\.dev0: Pyramid toolkit\) is not NVIDIA's.*pip uninstall apex"
+    ):
+        choose("apex", CUDA)
+
+
+def test_a_module_of_that_name_without_metadata_is_not_nvidias_either(site: Path) -> None:
+    install(site, "apex.py")
+    assert "installed here is not NVIDIA's" in apex_obstacle()
+
+
+def test_apex_without_its_compiled_part_is_refused(site: Path) -> None:
+    install_nvidia(site)
+    install(site, "amp_C.py")
+    with pytest.raises(UserError, match="without its compiled fused_layer_norm_cuda; build it again"):
+        choose("apex", CUDA)
+
+
+def test_apex_takes_what_it_has_and_leaves_the_rest(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvidia(site)
+    install(site, "amp_C.py", "fused_layer_norm_cuda.py")
+    build(monkeypatch, cuda=True, sum_of_squares_cuda="sum_of_squares_cuda")
+    choose("apex", CUDA)
+    assert implementation(ADAM, "cuda").name == "apex"
+    assert compiled_function("adamw_cuda", reference_cost="", device="cuda") is None
+    assert compiled_function("sum_of_squares_cuda", reference_cost="", device="cuda") == "sum_of_squares_cuda"
+
+
+def adam_of_apex(
+    chunk: int,
+    skip: Tensor,
+    tensors: list[list[Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    decoupled: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """`amp_C.multi_tensor_adam` as its sources define it."""
+    assert bias_correction == 1 and skip.dtype == torch.int32 and not skip
+    for g, p, m, v in zip(*tensors):
+        assert p.numel() <= 300, "longer than it can count"
+        decay = weight_decay * p
+        if not decoupled:
+            g = g + decay
+        m.copy_(beta1 * m + (1 - beta1) * g)
+        v.copy_(beta2 * v + (1 - beta2) * g * g)
+        update = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
+        p.sub_(lr * (update + decay if decoupled else update))
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("gradient_scale", [1.0, 8.0])
+def test_the_adam_of_apex_is_the_reference(
+    gradient_scale: float, decoupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.core.kernels.apex._LONGEST", 300)
+    spans = HyperSpans(
+        [HyperSpan(length=640), HyperSpan(length=64, weight_decay_multiplier=0, lr_multiplier=2), HyperSpan(length=7)],
+        torch.device("cpu"),
+    )
+    hyper = AdamHyperParameters(
+        step=3,
+        lr=0.01,
+        weight_decay=0.1,
+        beta1=0.9,
+        beta2=0.99,
+        eps=1e-6,
+        gradient_scale=gradient_scale,
+        decoupled=decoupled,
+    )
+    generator = torch.Generator().manual_seed(0)
+    mine = [torch.rand(spans.size, generator=generator) for _ in range(4)]
+    expected, low = [tensor.clone() for tensor in mine], torch.zeros(spans.size, dtype=torch.bfloat16)
+    adamw_by_apex_(adam_of_apex, *mine, spans=spans, hyper=hyper, low_precision=low)
+    adamw_reference_(*expected, spans=spans, hyper=hyper)
+    for index, name in ((0, "parameter"), (2, "exp_avg"), (3, "exp_avg_sq")):
+        assert_parity(mine[index], expected[index], name)
+    assert torch.equal(low, mine[0].bfloat16())
