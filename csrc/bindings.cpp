@@ -108,15 +108,17 @@ void define_adamw(py::module_& module, const char* name, Run run, const ExtraNam
   module.def(
       name,
       [run](std::int64_t size, const Tensor& parameter, const Tensor& gradient, const Tensor& exp_avg,
-            const Tensor& exp_avg_sq, const Tensor& low_precision, std::int64_t num_spans, Address span_ends,
-            Address lr_multipliers, Address weight_decay_multipliers, std::int64_t step, double lr, double weight_decay,
-            double beta1, double beta2, double eps, double gradient_scale, bool decoupled, const Extra&... extra) {
+            const Tensor& exp_avg_sq, const Tensor& low_precision, Address remainder, std::int64_t num_spans,
+            Address span_ends, Address lr_multipliers, Address weight_decay_multipliers, std::int64_t step, double lr,
+            double weight_decay, double beta1, double beta2, double eps, double gradient_scale, bool decoupled,
+            const Extra&... extra) {
         const megatron::AdamBuffers buffers{size,
                                             flat_array(parameter),
                                             flat_array(gradient),
                                             flat_array(exp_avg),
                                             flat_array(exp_avg_sq),
-                                            flat_array(low_precision)};
+                                            flat_array(low_precision),
+                                            pointer<std::int16_t>(remainder)};
         const megatron::HyperSpans spans{num_spans, pointer<const std::int64_t>(span_ends),
                                          pointer<const double>(lr_multipliers),
                                          pointer<const double>(weight_decay_multipliers)};
@@ -126,10 +128,10 @@ void define_adamw(py::module_& module, const char* name, Run run, const ExtraNam
         run(buffers, spans, hyper, extra...);
       },
       py::kw_only(), py::arg("size"), py::arg("parameter"), py::arg("gradient"), py::arg("exp_avg"),
-      py::arg("exp_avg_sq"), py::arg("low_precision"), py::arg("num_spans"), py::arg("span_ends"),
-      py::arg("lr_multipliers"), py::arg("weight_decay_multipliers"), py::arg("step"), py::arg("lr"),
-      py::arg("weight_decay"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("gradient_scale"),
-      py::arg("decoupled"), py::arg(extra_names)...);
+      py::arg("exp_avg_sq"), py::arg("low_precision"), py::arg("remainder"), py::arg("num_spans"),
+      py::arg("span_ends"), py::arg("lr_multipliers"), py::arg("weight_decay_multipliers"), py::arg("step"),
+      py::arg("lr"), py::arg("weight_decay"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+      py::arg("gradient_scale"), py::arg("decoupled"), py::arg(extra_names)...);
 }
 
 double sum_of_squares_cpu(const Tensor& data, Address tiles, std::int64_t num_tiles, std::int64_t threads,
@@ -181,3 +183,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("build_blend_index", &blend_index, py::arg("weights").noconvert(), py::arg("size"));
   module.def("build_exhaustive_blend_index", &exhaustive_blend_index, py::arg("sizes").noconvert());
 }
+#ifdef MEGATRON_OPENMP
+  module.attr("openmp") = true;
+#else
+  module.attr("openmp") = false;
+#endif

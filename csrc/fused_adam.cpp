@@ -57,6 +57,27 @@ MEGATRON_INLINE Real* read_block(const FlatArray& array, std::int64_t start, std
   return scratch;
 }
 
+// The same of the parameters, which may lie in halves.
+template <typename Real>
+MEGATRON_INLINE Real* read_parameters(const AdamBuffers& buffers, std::int64_t start, std::int64_t count,
+                                      Real* scratch) {
+  if (!buffers.in_halves()) return elements<Real>(buffers.parameter, start);
+  const auto* uppers = elements<BFloat16>(buffers.parameter, start);
+  const std::int16_t* lowers = buffers.remainder + start;
+  for (std::int64_t i = 0; i < count; ++i) scratch[i] = joined(uppers[i], lowers[i]);
+  return scratch;
+}
+
+template <typename Real>
+MEGATRON_INLINE void write_halves(const Real* __restrict block, std::int64_t count, BFloat16* __restrict uppers,
+                                  std::int16_t* __restrict lowers) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto value = static_cast<float>(block[i]);
+    uppers[i] = upper_half(value);
+    lowers[i] = lower_half(value);
+  }
+}
+
 template <typename Number, typename Real>
 MEGATRON_INLINE void narrow(const Real* __restrict source, std::int64_t count, Number* __restrict target) {
   for (std::int64_t i = 0; i < count; ++i) target[i] = narrowed<Number>(static_cast<float>(source[i]));
@@ -84,11 +105,17 @@ MEGATRON_INLINE void stream(const Number* source, std::int64_t count, Number* ta
   for (; done < count; ++done) target[done] = source[done];
 }
 
-template <typename Number, typename Real>
+template <typename Real>
 MEGATRON_INLINE void write_copy(const Real* block, std::int64_t count, const FlatArray& array, std::int64_t start) {
-  alignas(64) Number scratch[kBlock];
-  narrow(block, count, scratch);
-  stream(scratch, count, elements<Number>(array, start));
+  if (array.type == NumberType::kBFloat16) {
+    alignas(64) BFloat16 scratch[kBlock];
+    for (std::int64_t i = 0; i < count; ++i) scratch[i] = upper_half(static_cast<float>(block[i]));
+    stream(scratch, count, elements<BFloat16>(array, start));
+  } else {
+    alignas(64) Float16 scratch[kBlock];
+    narrow(block, count, scratch);
+    stream(scratch, count, elements<Float16>(array, start));
+  }
 }
 
 template <typename Real>
@@ -102,7 +129,7 @@ MEGATRON_INLINE void update_elements(Real* __restrict parameter, const Real* __r
 
 template <typename Real>
 MEGATRON_INLINE void update_part(const Task& task, std::int64_t begin, std::int64_t end) {
-  alignas(64) Real gradients[kBlock], exp_avgs[kBlock], exp_avg_sqs[kBlock];
+  alignas(64) Real parameters[kBlock], gradients[kBlock], exp_avgs[kBlock], exp_avg_sqs[kBlock];
   const AdamBuffers& buffers = task.buffers;
   const HyperSpans& spans = task.spans;
   const AdamConstants<Real> constants(task.hyper);
@@ -115,7 +142,8 @@ MEGATRON_INLINE void update_part(const Task& task, std::int64_t begin, std::int6
     prefetch<Real>(buffers.gradient, ahead, later);
     prefetch<Real>(buffers.exp_avg, ahead, later);
     prefetch<Real>(buffers.exp_avg_sq, ahead, later);
-    Real* parameter = elements<Real>(buffers.parameter, start);
+    if (buffers.in_halves()) prefetch_elements(buffers.remainder + ahead, later);
+    Real* parameter = read_parameters(buffers, start, count, parameters);
     const Real* gradient = read_block(buffers.gradient, start, count, gradients);
     Real* exp_avg = read_block(buffers.exp_avg, start, count, exp_avgs);
     Real* exp_avg_sq = read_block(buffers.exp_avg_sq, start, count, exp_avg_sqs);
@@ -128,11 +156,10 @@ MEGATRON_INLINE void update_part(const Task& task, std::int64_t begin, std::int6
     }
     write_back(exp_avg, count, buffers.exp_avg, start);
     write_back(exp_avg_sq, count, buffers.exp_avg_sq, start);
-    if (buffers.low_precision.data == nullptr) continue;
-    if (buffers.low_precision.type == NumberType::kBFloat16) {
-      write_copy<BFloat16>(parameter, count, buffers.low_precision, start);
-    } else {
-      write_copy<Float16>(parameter, count, buffers.low_precision, start);
+    if (buffers.in_halves()) {
+      write_halves(parameter, count, elements<BFloat16>(buffers.parameter, start), buffers.remainder + start);
+    } else if (buffers.low_precision.data != nullptr) {
+      write_copy(parameter, count, buffers.low_precision, start);
     }
   }
 #if defined(__SSE2__)

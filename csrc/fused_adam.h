@@ -16,13 +16,17 @@ struct FlatArray {
   NumberType type;
 };
 
-// parameter    float32 or float64: the main parameters, updated
-// gradient     the same type or bfloat16; left alone
-// exp_avg, exp_avg_sq  the same type or bfloat16, each by itself; updated
-// low_precision  bfloat16, float16 or none: receives the rounded parameters
+// parameter    float32 or float64: the main parameters, updated; or bfloat16, the upper halves of float32 ones
+// remainder    the lower halves where the parameters are bfloat16, see numbers.h; else null
+// gradient     the main parameters' type or bfloat16; left alone
+// exp_avg, exp_avg_sq  likewise, each by itself; updated
+// low_precision  bfloat16, float16 or none: receives the rounded parameters, bfloat16 ones as upper halves
 struct AdamBuffers {
   std::int64_t size;
   FlatArray parameter, gradient, exp_avg, exp_avg_sq, low_precision;
+  std::int16_t* remainder;
+
+  bool in_halves() const { return remainder != nullptr; }
 };
 
 // Spans of consecutive elements with their own factors of learning rate and weight decay: span k ends before element
@@ -98,17 +102,22 @@ MEGATRON_INLINE void adam_element(Real& parameter, Real gradient, Real& exp_avg,
 
 // Throws std::invalid_argument for types that no kernel takes.
 inline void check_types(const AdamBuffers& buffers) {
-  const NumberType main = buffers.parameter.type;
+  const NumberType main = buffers.in_halves() ? NumberType::kFloat32 : buffers.parameter.type;
   const auto is_read = [main](const FlatArray& array) {
     return array.type == main || array.type == NumberType::kBFloat16;
   };
+  const bool is_main = buffers.in_halves()
+                           ? buffers.parameter.type == NumberType::kBFloat16
+                           : main == NumberType::kFloat32 || main == NumberType::kFloat64;
   const NumberType low = buffers.low_precision.type;
   const bool is_written =
-      buffers.low_precision.data == nullptr || low == NumberType::kBFloat16 || low == NumberType::kFloat16;
-  if ((main != NumberType::kFloat32 && main != NumberType::kFloat64) || !is_read(buffers.gradient) ||
-      !is_read(buffers.exp_avg) || !is_read(buffers.exp_avg_sq) || !is_written) {
+      buffers.low_precision.data == nullptr ||
+      (!buffers.in_halves() && (low == NumberType::kBFloat16 || low == NumberType::kFloat16));
+  if (!is_main || !is_read(buffers.gradient) || !is_read(buffers.exp_avg) || !is_read(buffers.exp_avg_sq) ||
+      !is_written) {
     throw std::invalid_argument("adamw takes float32 or float64 parameters, gradients and moments of that type or "
-                                "bfloat16, and a copy in bfloat16 or float16");
+                                "bfloat16, and a copy in bfloat16 or float16; or bfloat16 parameters with their "
+                                "remainders, and no copy");
   }
 }
 

@@ -76,4 +76,24 @@ MEGATRON_INLINE Float16 narrowed(float value) {
   return {static_cast<std::uint16_t>(((bits >> 16) & 0x8000u) | rounded)};
 }
 
+// A float32 in two halves of 16 bits: the nearest bfloat16, the larger in size of two, and by how many units of the
+// float32's last bit it was rounded. No bit is lost. (Ties to even would lose one: of two numbers with the same rounded
+// half and the same lower half, one was rounded up and the other down.) Not a number stays that, without its payload.
+MEGATRON_INLINE BFloat16 upper_half(float value) {
+  const std::uint32_t bits = bits_of(value);
+  const bool is_number = (bits & 0x7fffffffu) <= 0x7f800000u;
+  return {static_cast<std::uint16_t>(is_number ? (bits + 0x8000u) >> 16 : 0x7fc0u)};
+}
+
+MEGATRON_INLINE std::int16_t lower_half(float value) {
+  const std::uint32_t bits = bits_of(value);
+  const bool is_number = (bits & 0x7fffffffu) <= 0x7f800000u;
+  return static_cast<std::int16_t>(static_cast<std::uint16_t>(is_number ? bits : 0u));
+}
+
+MEGATRON_INLINE float joined(BFloat16 upper, std::int16_t lower) {
+  const auto extended = static_cast<std::uint32_t>(static_cast<std::int32_t>(lower));
+  return float_of((static_cast<std::uint32_t>(upper.bits) << 16) + extended);
+}
+
 }  // namespace megatron

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.kernels.float_halves import narrow_
 from megatron.optimizer.update_rule import FlatStep
 
 
@@ -37,4 +38,4 @@ class SGD:
             direction = step.gradient
         step.parameter.add_(direction, alpha=-step.lr)
         if step.low_precision is not None:
-            step.low_precision.copy_(step.parameter)
+            narrow_(step.parameter, step.low_precision)

@@ -14,6 +14,7 @@ from megatron.core.comm_group import CommGroup
 from megatron.core.device import to_device
 from megatron.core.kernels.adam import adamw_, adamw_reference_
 from megatron.core.kernels.extension import load_extension
+from megatron.core.kernels.float_halves import joined
 from megatron.core.kernels.grad_norm import ElementSpans, sum_of_squares
 from megatron.core.tensor_parallel import cross_entropy, random
 from megatron.core.tensor_parallel.async_linear import parallel_linear
@@ -30,10 +31,12 @@ from tests.optimizer.test_adam_kernel import (
     TYPES,
     Types,
     buffers,
+    halves_of,
     hyper_spans,
     many_spans,
     tensors,
 )
+from tests.optimizer.test_float_halves import nearest_or_larger
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +85,7 @@ def test_adamw_is_the_reference(dtype: torch.dtype, step: int, gradient_scale: f
     adamw_reference_(*exact, spans=hyper_spans(SPANS), hyper=hyper)
     for name, i in (("parameter", 0), ("exp_avg", 2), ("exp_avg_sq", 3)):
         assert_as_exact(mine[i], plain[i], exact[i], name)
-    assert_bitwise(low_precision, mine[0].bfloat16(), "copy in low precision")
+    assert_bitwise(low_precision.cpu(), nearest_or_larger(mine[0].float().cpu()), "copy in low precision")
 
 
 def test_the_kernels_for_gpus_are_built() -> None:
@@ -108,6 +111,23 @@ def test_an_adamw_update_has_the_bits_of_a_cpu(types: Types, size: int) -> None:
     for name, mine, expected in zip(("parameter", "gradient", "exp_avg", "exp_avg_sq", "copy"), on_gpu, on_cpu):
         if mine is not None:
             assert_bitwise(mine.cpu(), expected, name)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_adamw_update_of_halves_has_the_bits_of_whole_parameters(size: int) -> None:
+    whole, *others = (tensor.to(CUDA) for tensor in tensors(torch.float32, size))
+    upper, lower = (half.to(CUDA) for half in halves_of(whole.cpu()))
+    others_of_halves = [tensor.clone() for tensor in others]
+    spans = hyper_spans(many_spans(size), CUDA)
+    for step in (1, 2):
+        adamw_(whole, *others, spans=spans, hyper=replace(HYPER, step=step))
+        adamw_(upper, *others_of_halves, spans=spans, hyper=replace(HYPER, step=step), remainder=lower)
+    assert_bitwise(joined(upper, lower), whole, "parameter")
+    for mine, expected in zip(others_of_halves, others):
+        assert_bitwise(mine, expected)
+    stored, rest = halves_of(whole.cpu())
+    assert_bitwise(upper.cpu(), stored, "upper half")
+    assert_bitwise(lower.cpu(), rest, "lower half")
 
 
 # ---- gradient norm ----

@@ -20,7 +20,9 @@ from megatron.core.kernels.adam import (
     adamw_compiled_,
     adamw_reference_,
 )
+from megatron.core.kernels.float_halves import joined, split_
 from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_reference_error
+from tests.optimizer.test_float_halves import EVERY_KIND_OF_NUMBER, nearest_or_larger
 
 SPANS = (
     HyperSpan(length=192),
@@ -170,8 +172,12 @@ def test_what_is_narrow_is_read_widened_and_written_rounded(types: Types) -> Non
         wide[3].to(types.exp_avg_sq),
     ]
     if types.low_precision is not None:
-        expected.append(wide[0].to(types.low_precision))
+        expected.append(narrowed(wide[0], types.low_precision))
     assert_all_bitwise(mine, expected)
+
+
+def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
+    return nearest_or_larger(wide.float()) if dtype == torch.bfloat16 else wide.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -266,25 +272,101 @@ def test_bits_do_not_depend_on_where_an_element_lies(borders: tuple[int, ...], d
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-def test_the_copy_rounds_every_kind_of_number_as_torch_does(low: torch.dtype, instruction_set: str) -> None:
-    """Every sign, exponent and leading bits of the fraction, with the rest of it below, at and above the half."""
-    leading = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
-    rests = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x0FFF, 0x1000, 0x1001], dtype=torch.int32)
-    parameter = (leading[:, None] | rests).flatten().view(torch.float32)
-    four = [parameter, *(torch.zeros_like(parameter) for _ in range(3))]
-    expected, copy = parameter.to(low), torch.zeros(parameter.numel(), dtype=low)
+def test_the_copy_rounds_every_kind_of_number(low: torch.dtype, instruction_set: str) -> None:
+    """To the nearest, as torch does; halves in bfloat16 away from zero."""
+    parameter = EVERY_KIND_OF_NUMBER.clone()
+    copy = torch.zeros(parameter.numel(), dtype=low)
+    stand_still(parameter, low_precision=copy, instruction_set=instruction_set)
+    numbers = torch.isfinite(parameter)  # decay times infinity is no number: no update leaves one alone
+    assert_bitwise(copy[numbers], narrowed(EVERY_KIND_OF_NUMBER, low)[numbers])
+    assert torch.isnan(copy[~numbers]).all()
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_halves_keep_every_bit_of_every_number(instruction_set: str) -> None:
+    upper, lower = halves_of(EVERY_KIND_OF_NUMBER)
+    stand_still(upper, remainder=lower, instruction_set=instruction_set)
+    numbers = torch.isfinite(EVERY_KIND_OF_NUMBER)
+    assert_bitwise(
+        joined(upper, lower)[numbers].view(torch.int32), EVERY_KIND_OF_NUMBER[numbers].view(torch.int32), "parameter"
+    )
+    assert torch.isnan(upper[~numbers]).all()
+    assert torch.count_nonzero(lower[~numbers]) == 0
+
+
+def stand_still(
+    parameter: Tensor,
+    *,
+    instruction_set: str,
+    low_precision: Tensor | None = None,
+    remainder: Tensor | None = None,
+) -> None:
+    """An update by the kernel that changes no number."""
+    still = [torch.zeros(parameter.numel(), dtype=torch.float32) for _ in range(3)]
     adamw_compiled_(
         module().adamw_cpu,
-        *four,
+        parameter,
+        *still,
         spans=hyper_spans([HyperSpan(length=parameter.numel(), weight_decay_multiplier=0.0)]),
         hyper=HYPER,
-        low_precision=copy,
+        low_precision=low_precision,
+        remainder=remainder,
         threads=1,
         instruction_set=instruction_set,
     )
-    numbers = torch.isfinite(parameter)  # decay times infinity is no number: no update leaves one alone
-    assert_bitwise(copy[numbers], expected[numbers])
-    assert torch.isnan(copy[~numbers]).all()
+
+
+def halves_of(wide: Tensor) -> tuple[Tensor, Tensor]:
+    upper, lower = (torch.empty(wide.shape, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+    split_(wide, upper, lower)
+    return upper, lower
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_in_halves_the_updates_are_those_of_whole_parameters(
+    size: int, moments: torch.dtype, compiled: bool, request: pytest.FixtureRequest
+) -> None:
+    """Bit for bit, the model's bfloat16 too, over steps in which parameters change their sign."""
+    if not compiled:
+        request.getfixturevalue("without_module")
+    generator = torch.Generator().manual_seed(size)
+    spans = hyper_spans(many_spans(size))
+    whole = 0.02 * torch.randn(size, generator=generator)
+    first, copy = whole.clone(), torch.zeros(size, dtype=torch.bfloat16)
+    upper, lower = halves_of(whole)
+    states = [[torch.zeros(size, dtype=moments) for _ in range(2)] for _ in range(2)]
+    for step in range(1, 8):
+        hyper = replace(HYPER, step=step)
+        gradient = torch.randn(size, generator=generator, dtype=torch.float32).to(moments)
+        # Without the module torch's fused functional updates whole float32 parameters, and rounds in its own order.
+        update_ = adamw_ if compiled else adamw_reference_
+        update_(whole, gradient.clone(), *states[0], spans=spans, hyper=hyper, low_precision=copy)
+        adamw_(upper, gradient.clone(), *states[1], spans=spans, hyper=hyper, remainder=lower)
+        assert_bitwise(upper, copy, "the model's")
+        assert_bitwise(joined(upper, lower), whole, "parameter")
+        assert_all_bitwise(states[1], states[0])
+    if size > 100:
+        assert bool((whole.sign() != first.sign()).any())
+        assert bool((lower < 0).any())
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_in_halves_bits_depend_neither_on_threads_nor_on_instructions(threads: int, instruction_set: str) -> None:
+    size = SIZES[-1]
+    spans = hyper_spans(many_spans(size))
+    results = []
+    for setting in ({"threads": threads, "instruction_set": instruction_set}, {"threads": 1}):
+        whole, *others = tensors(torch.float32, size)
+        upper, lower = halves_of(whole)
+        adamw_compiled_(
+            module().adamw_cpu, upper, *others, spans=spans, hyper=HYPER, low_precision=None, remainder=lower, **setting
+        )
+        results.append([upper, lower, *others])
+    for mine, expected in zip(*results):
+        assert_bitwise(mine, expected)
 
 
 def test_zero_padding_stays_zero() -> None:
@@ -323,7 +405,7 @@ def test_without_the_module_the_update_is_the_same_to_rounding(types: Types, dec
             assert_within_reference_error(actual, plain, exact[index])
     if types.low_precision is not None:
         assert mine[0] is not None and mine[4] is not None
-        assert_bitwise(mine[4], mine[0].to(types.low_precision))
+        assert_bitwise(mine[4], narrowed(mine[0], types.low_precision))
 
 
 def test_runs_that_do_not_tile_the_buffer_are_a_bug() -> None:
@@ -337,6 +419,12 @@ def test_types_that_no_kernel_takes_are_refused() -> None:
         wrong = [tensor.to(dtype) if i == index else tensor for i, tensor in enumerate(four)]
         with pytest.raises(ValueError, match=r"adamw takes|no kernel takes"):
             adamw_(*wrong, spans=hyper_spans(SPANS), hyper=HYPER)
+    lower = torch.zeros(1024, dtype=torch.int16)
+    with pytest.raises(ValueError, match="adamw takes"):
+        adamw_(*four, spans=hyper_spans(SPANS), hyper=HYPER, remainder=lower)
+    four[0] = four[0].bfloat16()
+    with pytest.raises(ValueError, match="adamw takes"):
+        adamw_(*four, spans=hyper_spans(SPANS), hyper=HYPER, remainder=lower, low_precision=four[0].clone())
 
 
 @pytest.mark.parametrize("operator", ["adamw", "sum_of_squares"])

@@ -23,6 +23,7 @@ from megatron.core.kernels.extension import (
     implementation,
     tensor_argument,
 )
+from megatron.core.kernels.float_halves import joined, narrow_, split_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +92,18 @@ def adamw_(
     spans: HyperSpans,
     hyper: AdamHyperParameters,
     low_precision: Tensor | None = None,
+    remainder: Tensor | None = None,
 ) -> None:
     """One AdamW step, in place, on flat tensors [n].
 
     Args:
-        parameter: float32 or float64. The computation is in its dtype.
-        gradient: in that dtype or bfloat16; may be overwritten.
+        parameter: float32 or float64. The computation is in its dtype. Or bfloat16, the upper halves of float32
+            parameters: see `float_halves`. Then the computation is in float32, to the same bits.
+        gradient: in the dtype of the computation or bfloat16; may be overwritten.
         exp_avg, exp_avg_sq: each in that dtype or bfloat16.
         spans: tile the n elements.
-        low_precision: [n] bfloat16 or float16; receives the rounded parameters.
+        low_precision: [n] bfloat16 or float16; receives the parameters rounded by `narrow_`.
+        remainder: [n] int16, the lower halves where `parameter` is the upper ones.
 
     With the compiled kernel an element has the same bits at any place of the buffer, with any number of threads, and on
     any device. Without it torch's fused functional runs, where the dtypes are equal: that takes the last elements of a
@@ -110,6 +114,7 @@ def adamw_(
         return
     tensors = (parameter, gradient, exp_avg, exp_avg_sq)
     if parameter.is_cuda and implementation(OPERATION_OF["adamw_cuda"], "cuda").name == "apex":
+        assert remainder is None, "Apex knows whole parameters only"
         adamw_by_apex_(multi_tensor_adam(), *tensors, spans=spans, hyper=hyper, low_precision=low_precision)
         return
     if parameter.is_cuda:
@@ -117,17 +122,25 @@ def adamw_(
     else:
         compiled = compiled_function("adamw_cpu", reference_cost="up to twice the time of an update")
     if compiled is None:
-        equal = {tensor.dtype for tensor in tensors} == {parameter.dtype}
-        update_ = _adamw_of_torch_ if equal else adamw_reference_
-        update_(*tensors, spans=spans, hyper=hyper, low_precision=low_precision)
+        if remainder is None and {tensor.dtype for tensor in tensors} == {parameter.dtype}:
+            _adamw_of_torch_(*tensors, spans=spans, hyper=hyper, low_precision=low_precision)
+        else:
+            adamw_reference_(*tensors, spans=spans, hyper=hyper, low_precision=low_precision, remainder=remainder)
     elif parameter.is_cuda:
         stream = torch.cuda.current_stream(parameter.device).cuda_stream
-        arguments = _arguments(*tensors, low_precision, spans, hyper)
+        arguments = _arguments(*tensors, low_precision, remainder, spans, hyper)
         with torch.cuda.device(parameter.device):
             compiled(**arguments, device=parameter.device.index, stream=stream)
     else:
-        threads = torch.get_num_threads()
-        adamw_compiled_(compiled, *tensors, spans=spans, hyper=hyper, low_precision=low_precision, threads=threads)
+        adamw_compiled_(
+            compiled,
+            *tensors,
+            spans=spans,
+            hyper=hyper,
+            low_precision=low_precision,
+            remainder=remainder,
+            threads=torch.get_num_threads(),
+        )
 
 
 def adamw_compiled_(
@@ -140,11 +153,12 @@ def adamw_compiled_(
     spans: HyperSpans,
     hyper: AdamHyperParameters,
     low_precision: Tensor | None,
+    remainder: Tensor | None = None,
     threads: int,
     instruction_set: str = BEST_INSTRUCTION_SET,
 ) -> None:
     """The same by the kernel for CPUs. Neither of the last arguments changes a bit of it."""
-    arguments = _arguments(parameter, gradient, exp_avg, exp_avg_sq, low_precision, spans, hyper)
+    arguments = _arguments(parameter, gradient, exp_avg, exp_avg_sq, low_precision, remainder, spans, hyper)
     compiled(**arguments, threads=threads, instruction_set=instruction_set)
 
 
@@ -154,12 +168,14 @@ def _arguments(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     low_precision: Tensor | None,
+    remainder: Tensor | None,
     spans: HyperSpans,
     hyper: AdamHyperParameters,
 ) -> dict[str, Any]:
     """What the kernels for CPUs and GPUs both take."""
-    for tensor in (gradient, exp_avg, exp_avg_sq, low_precision):
+    for tensor in (gradient, exp_avg, exp_avg_sq, low_precision, remainder):
         assert tensor is None or (tensor.shape == parameter.shape and tensor.device == parameter.device)
+    assert remainder is None or remainder.dtype == torch.int16, remainder
     assert spans.ends.device == parameter.device, spans.ends.device
     return {
         "size": parameter.numel(),
@@ -168,6 +184,7 @@ def _arguments(
         "exp_avg": tensor_argument(exp_avg),
         "exp_avg_sq": tensor_argument(exp_avg_sq),
         "low_precision": tensor_argument(low_precision),
+        "remainder": tensor_argument(remainder)[0],
         "num_spans": len(spans.spans),
         "span_ends": spans.ends.data_ptr(),
         "lr_multipliers": spans.lr_multipliers.data_ptr(),
@@ -220,7 +237,7 @@ def _adamw_of_torch_(
             grad_scale=grad_scale,
         )
     if low_precision is not None:
-        low_precision.copy_(parameter)
+        narrow_(parameter, low_precision)
 
 
 def adamw_reference_(
@@ -232,14 +249,16 @@ def adamw_reference_(
     spans: HyperSpans,
     hyper: AdamHyperParameters,
     low_precision: Tensor | None = None,
+    remainder: Tensor | None = None,
 ) -> None:
     """The same as `adamw_` in plain operations; `gradient` is left alone."""
     assert spans.size == parameter.numel(), "the spans do not tile the buffer"
+    main = parameter if remainder is None else joined(parameter, remainder)
     correction1 = 1 - hyper.beta1**hyper.step
     correction2 = 1 - hyper.beta2**hyper.step
     start = 0
     for span in spans.spans:
-        p, g, m, v = (flat[start : start + span.length] for flat in (parameter, gradient, exp_avg, exp_avg_sq))
+        p, g, m, v = (flat[start : start + span.length] for flat in (main, gradient, exp_avg, exp_avg_sq))
         lr, weight_decay = span.lr_multiplier * hyper.lr, span.weight_decay_multiplier * hyper.weight_decay
         g = g.to(p.dtype) / hyper.gradient_scale
         if hyper.decoupled:
@@ -252,5 +271,7 @@ def adamw_reference_(
         m.copy_(new_m)
         v.copy_(new_v)
         start += span.length
+    if remainder is not None:
+        split_(main, parameter, remainder)
     if low_precision is not None:
-        low_precision.copy_(parameter)
+        narrow_(main, low_precision)

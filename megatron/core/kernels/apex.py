@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.float_halves import narrow_
+
 if TYPE_CHECKING:
     from megatron.core.kernels.adam import AdamHyperParameters, HyperSpans
 
@@ -112,4 +114,4 @@ def adamw_by_apex_(
             weight_decay * hyper.weight_decay,
         )
     if low_precision is not None:
-        low_precision.copy_(parameter)
+        narrow_(parameter, low_precision)

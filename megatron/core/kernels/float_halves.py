@@ -1,0 +1,45 @@
+"""Main weights of 32 bits beside weights of 16: as a copy, or as the bits that the rounding takes away.
+
+A float32 is cut into the nearest bfloat16, of two the larger in size, and an int16 that says by how many units of its
+last bit it was rounded. Together they are the float32 again, all its bits: a model in bfloat16 then holds half of each
+main weight, and the optimizer the other half. With ties to even they would not be: of two float32 with one lower half
+and one nearest bfloat16, one may have been rounded up to it and the other down.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_TIE = 0x8000
+_NOT_A_NUMBER = 0x7FC0
+
+
+def narrow_(wide: Tensor, low_precision: Tensor) -> None:
+    """Round main weights into those of the model: halves away from zero in bfloat16, else as torch does.
+
+    Args:
+        wide: float32 or float64.
+        low_precision: of the same shape, receives them.
+    """
+    if low_precision.dtype == torch.bfloat16:
+        low_precision.copy_(_upper(wide.to(torch.float32)))
+    else:
+        low_precision.copy_(wide)
+
+
+def split_(wide: Tensor, upper: Tensor, lower: Tensor) -> None:
+    """Cut float32 numbers into `upper` bfloat16 and `lower` int16, of the same shape. A NaN loses its payload."""
+    upper.copy_(_upper(wide))
+    lower.copy_(wide.view(torch.int32).to(torch.int16).masked_fill_(wide.isnan(), 0))
+
+
+def joined(upper: Tensor, lower: Tensor) -> Tensor:
+    """The float32 numbers that `split_` has cut."""
+    bits = (upper.view(torch.int16).to(torch.int32) << 16) + lower.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def _upper(wide: Tensor) -> Tensor:
+    bits = (wide.view(torch.int32) + _TIE) >> 16
+    return bits.to(torch.int16).masked_fill_(wide.isnan(), _NOT_A_NUMBER).view(torch.bfloat16)

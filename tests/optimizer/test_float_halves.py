@@ -1,0 +1,73 @@
+"""Float32 numbers in halves: nothing is lost, and the upper half is the nearest bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.kernels.float_halves import joined, narrow_, split_
+from tests.helpers.numerics import assert_bitwise
+
+
+def numbers_of(uppers: Tensor, lowers: Tensor) -> Tensor:
+    """Float32 numbers with all pairs of these upper and lower 16 bits."""
+    return (uppers[:, None].to(torch.int64) << 16 | lowers).to(torch.int32).view(torch.float32).flatten()
+
+
+# Every sign, exponent and leading bits of the fraction, with the rest of it below, at and above the halves of bfloat16
+# and float16: zeros, subnormal numbers, the largest, infinities and what is not a number are among them.
+LOWERS = (0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xC000, 0xFFFE, 0xFFFF)
+EVERY_KIND_OF_NUMBER = numbers_of(torch.arange(2**16), torch.tensor(LOWERS))
+# Every rest of the fraction, below leading bits of zeros, subnormal, the least normal, 1, the largest, infinite, NaN.
+EVERY_REST = numbers_of(
+    torch.tensor([0x0000, 0x8000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0xBF80, 0x7F7F, 0x7F80, 0xFF80, 0x7FFF]),
+    torch.arange(2**16),
+)
+
+
+def nearest_or_larger(wide: Tensor) -> Tensor:
+    """The nearest bfloat16, the larger in size of two."""
+    nearest = wide.to(torch.bfloat16)
+    ties = (wide.view(torch.int32) & 0xFFFF) == 0x8000
+    truncated = (wide.view(torch.int32) >> 16).to(torch.int16)
+    return torch.where(ties & ~wide.isnan(), (truncated + 1).view(torch.bfloat16), nearest)
+
+
+@pytest.mark.parametrize("numbers", [EVERY_KIND_OF_NUMBER, EVERY_REST], ids=["every-kind", "every-rest"])
+def test_halves_joined_are_the_number_in_all_its_bits(numbers: Tensor) -> None:
+    upper, lower = torch.empty(numbers.shape, dtype=torch.bfloat16), torch.empty(numbers.shape, dtype=torch.int16)
+    split_(numbers, upper, lower)
+    known = ~numbers.isnan()
+    whole = joined(upper, lower)
+    assert_bitwise(whole[known].view(torch.int32), numbers[known].view(torch.int32))
+    assert bool(whole[~known].isnan().all()) and bool(upper[~known].isnan().all())
+    assert_bitwise(upper[known].view(torch.int16), nearest_or_larger(numbers)[known].view(torch.int16))
+
+
+def test_a_copy_in_bfloat16_is_the_upper_half_and_one_in_float16_is_that_of_torch() -> None:
+    for dtype, expected in (
+        (torch.bfloat16, nearest_or_larger(EVERY_KIND_OF_NUMBER)),
+        (torch.float16, EVERY_KIND_OF_NUMBER.half()),
+    ):
+        copy = torch.empty(EVERY_KIND_OF_NUMBER.shape, dtype=dtype)
+        narrow_(EVERY_KIND_OF_NUMBER, copy)
+        known = ~EVERY_KIND_OF_NUMBER.isnan()
+        assert_bitwise(copy[known].view(torch.int16), expected[known].view(torch.int16))
+        assert bool(copy[~known].isnan().all())
+
+
+def test_a_half_rounds_away_from_zero_and_leaves_a_negative_remainder() -> None:
+    numbers = torch.tensor([1 + 2**-8, -1 - 2**-8, 1 + 3 * 2**-8])
+    upper, lower = torch.empty(3, dtype=torch.bfloat16), torch.empty(3, dtype=torch.int16)
+    split_(numbers, upper, lower)
+    assert upper.tolist() == [1 + 2**-7, -1 - 2**-7, 1 + 2**-6]
+    assert lower.tolist() == [-(2**15)] * 3
+
+
+def test_a_number_that_rounds_to_infinity_is_kept() -> None:
+    largest = torch.tensor([3.4028234e38, -3.4028234e38])
+    upper, lower = torch.empty(2, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int16)
+    split_(largest, upper, lower)
+    assert bool(upper.isinf().all())
+    assert_bitwise(joined(upper, lower), largest)
