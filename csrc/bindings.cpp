@@ -149,6 +149,7 @@ void define_kernels(py::module_& module) {
              py::arg("num_tiles"), py::arg("threads"), py::arg("instruction_set"));
 #ifdef MEGATRON_CUDA
   module.attr("cuda") = true;
+  module.attr("cuda_architectures") = MEGATRON_CUDA_ARCHITECTURES;
   define_adamw<int, Address>(
       module, "adamw_cuda",
       [](const megatron::AdamBuffers& buffers, const megatron::HyperSpans& spans,
@@ -170,6 +171,11 @@ void define_kernels(py::module_& module) {
       py::arg("stream"));
 #else
   module.attr("cuda") = false;
+#endif
+#ifdef MEGATRON_OPENMP
+  module.attr("openmp") = true;
+#else
+  module.attr("openmp") = false;
 #endif
 }
 
