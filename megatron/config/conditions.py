@@ -42,6 +42,11 @@ def flash_kernel_fits(config: MegatronConfig, flag: str) -> Iterator[Problem]:
             "depend on the layout",
             "--attention-dropout 0, or --fast-attention-dropout",
         ),
+        "--apply-query-key-layer-scaling": (
+            model.apply_query_key_layer_scaling,
+            "--apply-query-key-layer-scaling takes an explicit path, where scores are divided before they are rounded",
+            "--no-query-key-layer-scaling",
+        ),
         "--bf16": (
             config.optimizer.precision not in ("bf16", "fp16"),
             f"flash kernels compute in 16 bits, and the precision is {config.optimizer.precision}",

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
@@ -23,6 +23,9 @@ from megatron.config.problems import ConfigError, Problem, divisors, multiples, 
 from megatron.config.tokenizer import TokenizerConfig, padded_vocab_size
 from megatron.config.training import TrainingConfig
 from megatron.config.transformer import TransformerConfig
+
+if TYPE_CHECKING:
+    import torch
 
 # What a configuration is used for decides which rules it must keep: a training run, a model without training
 # (generation, conversion), or only the layout of ranks (printing the groups).
@@ -148,6 +151,12 @@ class MegatronConfig:
             return padded_vocab_size(self.tokenizer.padded_vocab_size, 1, tensor)
         return padded_vocab_size(tokenizer_size, self.tokenizer.make_vocab_size_divisible_by, tensor)
 
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The type of the residual stream, and of the hidden states that stages send."""
+        optimizer = self.optimizer
+        return optimizer.main_dtype if self.model.fp32_residual_connection else optimizer.params_dtype
+
     # ---- rules ----
 
     def problems(self, *, purpose: Purpose = "training", check_files: bool = True) -> list[Problem]:
@@ -178,6 +187,7 @@ class MegatronConfig:
         if purpose == "training":
             found += self.data.source_problems()
             found += self.training.horizon_problems()
+            found += _residual_problems(self)
             found += _length_problems(self)
             found += _sample_problems(self)
             found += _unavailable(self)
@@ -201,7 +211,7 @@ class MegatronConfig:
 
     def start_notes(self) -> list[str]:
         """What a choice costs, for the choices whose price is not plain, and which of them gain nothing."""
-        return [*self._attention_notes(), *self._recompute_notes()]
+        return [*self._attention_notes(), *self._scaling_notes(), *self._recompute_notes()]
 
     def _attention_notes(self) -> Iterator[str]:
         model, training, dropout = self.model, self.training, self.model.attention_dropout
@@ -217,7 +227,9 @@ class MegatronConfig:
         # The softmax and what is left of it after dropout, in the precision of the activations.
         bytes_per_weight = 2 * self.optimizer.params_dtype.itemsize
         kept = heads * length**2 * training.micro_batch_size * bytes_per_weight
-        explicit = f"--attention-dropout {dropout} takes the explicit path, so that its masks do not depend on the layout"
+        explicit = (
+            f"--attention-dropout {dropout} takes the explicit path, so that its masks do not depend on the layout"
+        )
         if "core_attn" in model.recomputed_modules or model.recompute_granularity == "full":
             yield f"{explicit}: no flash kernel runs; --attention-dropout 0 or --fast-attention-dropout lets it"
             return
@@ -228,10 +240,19 @@ class MegatronConfig:
             "--recompute-activations the memory"
         )
 
+    def _scaling_notes(self) -> Iterator[str]:
+        if self.model.apply_query_key_layer_scaling and self.model.attention_dropout == 0:
+            yield (
+                "--apply-query-key-layer-scaling takes the explicit path, where scores are divided before they are "
+                "rounded: no flash kernel runs, and each layer keeps its attention weights for the backward pass; flash "
+                "kernels hold scores in fp32, so --no-query-key-layer-scaling spares both"
+            )
+
     def _recompute_notes(self) -> Iterator[str]:
         """Recomputation that spares nothing, or next to nothing."""
         model, parallel = self.model, self.parallel
-        fused = model.attention_dropout == 0 or model.fast_attention_dropout
+        explicit = model.apply_query_key_layer_scaling
+        fused = not explicit and (model.attention_dropout == 0 or model.fast_attention_dropout)
         if "core_attn" in model.recomputed_modules and fused:
             yield (
                 "--recompute-granularity selective recomputes the core of attention, which runs in a fused kernel here: "
@@ -391,6 +412,15 @@ def _apex_problems(config: MegatronConfig) -> Iterator[Problem]:
             value="apex",
             rule="the Adam of NVIDIA Apex computes in fp32, from fp32",
             works="--kernels auto; --bf16, --fp16 or fp32 without a flag",
+        )
+
+
+def _residual_problems(config: MegatronConfig) -> Iterator[Problem]:
+    if config.model.fp32_residual_connection and config.optimizer.precision not in ("bf16", "fp16"):
+        yield Problem(
+            flags=("--fp32-residual-connection", "--bf16"),
+            rule=f"widens the residual stream of 16 bits, and the precision is {config.optimizer.precision}",
+            works="--bf16 or --fp16; or leave it out",
         )
 
 

@@ -28,7 +28,6 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
     ),
     ("attention picks its kernel itself", "--attention-backend=auto"),
     ("softmax of attention is taken in fp32 or wider", "--attention-softmax-in-fp32"),
-    ("attention scores are not scaled by layer", "--no-query-key-layer-scaling"),
     (
         "gradients are accumulated and reduced in fp32 or wider",
         "--accumulate-allreduce-grads-in-fp32 --fp32-allreduce",
@@ -217,13 +216,8 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
         f"this choice of precision {_LATER}",
         "leave it out; the loss and its softmax are taken in fp32",
-        "--fp16-lm-cross-entropy --output-logit-dtype --fp32-residual-connection --fp32-embedding "
+        "--fp16-lm-cross-entropy --output-logit-dtype --fp32-embedding "
         "--fp32-layernorm --fp32-tokentypes --disable-bf16-reduced-precision-matmul",
-    ),
-    (
-        f"scaling attention scores by the number of the layer {_LATER}",
-        "leave it out: the softmax is taken in fp32, which needs no such scaling",
-        "--apply-query-key-layer-scaling",
     ),
     # implementations
     ("there is one implementation of the model", "leave it out", "--use-legacy-models"),

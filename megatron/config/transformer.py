@@ -139,6 +139,18 @@ class TransformerConfig:
             "micro-batch sizes."
         ),
     )
+    fp32_residual_connection: bool = field(
+        default=False,
+        metadata=flag("Keep the residual stream in fp32, between pipeline stages too; with --bf16 or --fp16."),
+    )
+    apply_query_key_layer_scaling: bool = field(
+        default=False,
+        metadata=flag(
+            "Divide attention scores by the number of their layer, and undo it in the fp32 softmax, so that scores of "
+            "fp16 do not overflow.",
+            off="--no-query-key-layer-scaling",
+        ),
+    )
     init_method_std: float = field(default=0.02, metadata=flag("Standard deviation of the initial weights.", above=0))
     embedding_init_method_std: float | None = field(
         default=None, metadata=flag("The same for embeddings; --init-method-std when not given.", above=0, usual=0.02)
@@ -245,6 +257,12 @@ class TransformerConfig:
                 flags=("--fast-attention-dropout", "--attention-dropout"),
                 rule="there is no attention dropout to speed up: --attention-dropout is 0",
                 works="leave out --fast-attention-dropout",
+            )
+        if self.fast_attention_dropout and self.apply_query_key_layer_scaling:
+            yield Problem(
+                flags=("--fast-attention-dropout", "--apply-query-key-layer-scaling"),
+                rule="is drawn by a fused kernel, and --apply-query-key-layer-scaling takes the explicit path",
+                works="one of the two",
             )
         if self.window_size is not None:
             left, right = self.window_size

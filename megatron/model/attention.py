@@ -99,6 +99,7 @@ class SelfAttention(nn.Module):
         self.config = config
         self.layer = layer
         self.heads = local_heads(config, placement.group)
+        self.score_divisor = layer + 1.0 if config.apply_query_key_layer_scaling else 1.0
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             config.qkv_size,
@@ -134,7 +135,7 @@ class SelfAttention(nn.Module):
 
         Args:
             rotary: the table for the positions of the tokens; None without rotary positions.
-            mask: of `attention_mask`, explicit where `drops_weights` holds.
+            mask: of `attention_mask`, explicit where `computes_weights` holds.
             dropout: the masks of this micro-batch; None for no dropout.
         """
         query, key, value = self.project(hidden_states)
@@ -163,22 +164,28 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Each query's mean of the values: [s, b, a/t, d] and twice [s, b, g/t, d] -> [s, b, a d/t]."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, a/t or g/t, s, d]
-        if dropout is None or self.config.attention_dropout == 0.0:
-            context = fused_attention(query, key, value, mask)
-        elif self.config.fast_attention_dropout:
-            context = eagerly(self._fused_attention_with_dropout, query, key, value, mask, dropout)
-        else:
+        if computes_weights(self.config, dropout):
             assert mask is not None
-            weights = attention_dropout(
-                attention_weights(query, key, mask),
-                self.config.attention_dropout,
-                dropout,
-                layer=self.layer,
-                site=ATTENTION_WEIGHTS,
-                head_offset=self.heads.first,
-            )
-            context = weighted_values(weights, value)
+            weights = attention_weights(query, key, mask, divisor=self.score_divisor)
+            context = weighted_values(self._dropped(weights, dropout), value)
+        elif dropout is None or self.config.attention_dropout == 0.0:
+            context = fused_attention(query, key, value, mask)
+        else:
+            context = eagerly(self._fused_attention_with_dropout, query, key, value, mask, dropout)
         return context.permute(2, 0, 1, 3).flatten(2)  # [b, a/t, s, d] -> [s, b, a d/t]
+
+    def _dropped(self, weights: Tensor, dropout: DropoutStream | None) -> Tensor:
+        """The weights after dropout: [b, a/t, s, s] -> the same shape."""
+        if dropout is None or not drops_weights(self.config, dropout):
+            return weights
+        return attention_dropout(
+            weights,
+            self.config.attention_dropout,
+            dropout,
+            layer=self.layer,
+            site=ATTENTION_WEIGHTS,
+            head_offset=self.heads.first,
+        )
 
     def _fused_attention_with_dropout(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: DropoutStream
@@ -191,6 +198,11 @@ class SelfAttention(nn.Module):
 def drops_weights(config: TransformerConfig, dropout: DropoutStream | None) -> bool:
     """Whether weights are dropped by their global index, for which each of them must be in memory."""
     return dropout is not None and config.attention_dropout > 0.0 and not config.fast_attention_dropout
+
+
+def computes_weights(config: TransformerConfig, dropout: DropoutStream | None) -> bool:
+    """Whether attention weights are in memory, one by one: no kernel without them drops or scales them as is asked."""
+    return config.apply_query_key_layer_scaling or drops_weights(config, dropout)
 
 
 def fused_attention(
@@ -216,15 +228,19 @@ def fused_attention(
     )
 
 
-def attention_weights(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor, *, divisor: float = 1.0) -> Tensor:
     """The softmax of the scores, [b, a/t, s, s], exactly 0 where not allowed. Shapes: `fused_attention`.
 
-    `mask` is an explicit one of `attention_mask`: a bias is added in float32 at least.
+    Args:
+        mask: an explicit one of `attention_mask`: a bias is added in float32 at least.
+        divisor: scores are that much smaller where they are rounded, and what they should be in the softmax.
     """
     batch, heads, length, dim = query.shape
     by_group = query.reshape(batch, key.shape[1], -1, dim)  # [b, g/t, a/g s, d]
-    scores: Tensor = by_group @ (key * dim**-0.5).transpose(-1, -2)  # [b, g/t, a/g s, s]
+    scores: Tensor = by_group @ (key * (dim**-0.5 / divisor)).transpose(-1, -2)  # [b, g/t, a/g s, s]
     scores = scores.view(batch, heads, length, length)  # [b, a/t, s, s]
+    if divisor != 1.0:
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * divisor
     scores = torch.where(mask, scores, float("-inf")) if mask.dtype == torch.bool else scores + mask
     wide = torch.promote_types(query.dtype, torch.float32)
     return scores.softmax(dim=-1, dtype=wide).to(query.dtype)

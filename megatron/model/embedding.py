@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -43,6 +44,7 @@ class LanguageModelEmbedding(nn.Module):
         self, config: TransformerConfig, *, vocab_size: int, padded_vocab_size: int, placement: Placement
     ) -> None:
         super().__init__()
+        self.wide_residual = config.fp32_residual_connection
         init = embedding_init(config)
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size, config.hidden_size, padded_vocab_size=padded_vocab_size, placement=placement, init=init
@@ -56,10 +58,12 @@ class LanguageModelEmbedding(nn.Module):
         self.dropout = HiddenDropout(config.hidden_dropout, layer=0, site=EMBEDDING, placement=placement)
 
     def forward(self, tokens: Tensor, position_ids: Tensor, dropout: DropoutStream | None) -> Tensor:
-        """[b, s] twice -> [s/t or s, b, h]"""
+        """[b, s] twice -> [s/t or s, b, h], the first values of the residual stream"""
         embeddings: Tensor = self.word_embeddings(tokens)  # [s/t or s, b, h]
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(position_ids)
+        if self.wide_residual:
+            embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
         dropped: Tensor = self.dropout(embeddings, dropout)
         return dropped
 

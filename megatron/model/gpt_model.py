@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, column_pa
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.core.tensor_parallel.random import DropoutStream
-from megatron.model.attention import drops_weights, local_heads
+from megatron.model.attention import computes_weights, local_heads
 from megatron.model.embedding import LanguageModelEmbedding, embedding_init
 from megatron.model.flops import flops_per_batch, parameter_count
 from megatron.model.masks import alibi_slopes, attention_mask
@@ -124,7 +124,7 @@ class GPTModel(nn.Module):
             document_ids=document_ids,
             window=self.config.window_size,
             slopes=self.slopes,
-            explicit=drops_weights(self.config, dropout),
+            explicit=computes_weights(self.config, dropout),
             dtype=self.placement.dtype,
             device=tokens.device,
         )

@@ -32,6 +32,9 @@ class Norm(nn.Module):
             self.bias = placement.whole_parameter(size, init=Init.zeros(), partial_gradient=partial_gradient)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Of the dtype of the parameters; `x` is computed with in its own, which is wider in a wide residual stream."""
+        weight = self.weight.to(x.dtype)
         if self.bias is None:
-            return F.rms_norm(x, self.shape, self.weight, self.epsilon)
-        return F.layer_norm(x, self.shape, self.weight, self.bias, self.epsilon)
+            return F.rms_norm(x, self.shape, weight, self.epsilon).to(self.weight.dtype)
+        bias = self.bias.to(x.dtype)
+        return F.layer_norm(x, self.shape, weight, bias, self.epsilon).to(self.weight.dtype)

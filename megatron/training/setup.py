@@ -168,7 +168,7 @@ def build_executor(
         chunks=[chunk.module for chunk in chunks],
         layouts=layout.stage(state.pipeline.rank),
         hidden_shape=(sequence, config.training.micro_batch_size, config.model.hidden_size),
-        dtype=config.optimizer.params_dtype,
+        dtype=config.hidden_dtype,
         device=context.device,
     )
 

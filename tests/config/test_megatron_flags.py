@@ -19,7 +19,7 @@ REFUSED_OF_OLD_LINES = {
     "--tokenizer-model-type", "--train-data", "--valid-data", "--test-data", "--presplit-sentences",
     "--loose-json", "--text-key", "--lazy-loader", "--use-tfrecords", "--resume-dataloader", "--cache-dir",
     "--max-preds-per-seq", "--fp32-layernorm", "--fp32-embedding", "--checkpoint-activations",
-    "--activations-checkpoint-method", "--use-checkpoint-args", "--apply-query-key-layer-scaling",
+    "--activations-checkpoint-method", "--use-checkpoint-args",
     "--log-memory-to-tensorboard", "--use-legacy-models", "--deterministic-mode",
 }  # fmt: skip
 
@@ -113,7 +113,7 @@ def test_the_175b_line_is_read_as_it_was_meant() -> None:
         "--recompute-granularity full", "--recompute-num-layers 1", "--fp8-format hybrid", "--num-experts 8",
         "--moe-router-topk 2", "--async-save", "--grad-reduce-in-bf16", "--cross-entropy-loss-fusion",
         "--use-megatron-fsdp", "--step-batch-size-schedule 0:768", "--ckpt-format torch_dist", "--profile",
-        "--fp32-residual-connection", "--ddp-bucket-size 100", "--bert-no-binary-head", "--mask-prob 0.15",
+        "--ddp-bucket-size 100", "--bert-no-binary-head", "--mask-prob 0.15",
         "--expert-model-parallel-size 2", "--wandb-project x", "--fake-process-group",
     ],
 )  # fmt: skip

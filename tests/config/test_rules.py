@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.config import ConfigError, TransformerConfig, parse_arguments
 from megatron.config.data import Blend, parse_blend
@@ -39,6 +40,19 @@ REFUSED = [
         ["--ffn-hidden-size", "--hidden-size 16", "that is 0", "--ffn-hidden-size 64"],
     ),
     ("--fast-attention-dropout --attention-dropout 0", "", None, ["--fast-attention-dropout", "is 0"]),
+    (
+        "--fast-attention-dropout --apply-query-key-layer-scaling",
+        "",
+        None,
+        ["--fast-attention-dropout", "--apply-query-key-layer-scaling takes the explicit path"],
+    ),
+    (
+        "--fp32-residual-connection",
+        "",
+        None,
+        ["--fp32-residual-connection", "the precision is fp32", "--bf16 or --fp16"],
+    ),
+    ("--fp32-residual-connection --fp64", "", None, ["--fp32-residual-connection", "the precision is fp64"]),
     (
         "--rotary-percent 0.5",
         "",
@@ -429,6 +443,18 @@ def test_the_price_of_attention_dropout_is_known_at_the_start(parse: Parse) -> N
     (note,) = parse("--fast-attention-dropout").start_notes()
     assert "masks follow from --seed, but depend on --tensor-model-parallel-size and --micro-batch-size" in note
     assert parse("--attention-dropout 0").start_notes() == []
+
+
+def test_the_price_of_scaled_scores_is_known_at_the_start(parse: Parse) -> None:
+    (note,) = parse("--attention-dropout 0 --apply-query-key-layer-scaling").start_notes()
+    assert "no flash kernel runs" in note
+    assert parse("--attention-dropout 0 --no-query-key-layer-scaling").start_notes() == []
+
+
+def test_a_wide_residual_stream_is_what_stages_send(parse: Parse) -> None:
+    assert parse("--bf16").hidden_dtype == torch.bfloat16
+    assert parse("--fp16 --fp32-residual-connection").hidden_dtype == torch.float32
+    assert parse("--fp64").hidden_dtype == torch.float64
 
 
 def test_the_default_sizes_are_those_of_megatron_lm() -> None:
