@@ -235,8 +235,8 @@ class MegatronConfig:
             return
         yield (
             f"{explicit}: no flash kernel runs, and each layer keeps {kept / 1e6:,.1f} MB of attention weights for the "
-            f"backward pass of a micro-batch ({heads} heads x {length} x {length} x {training.micro_batch_size} samples "
-            f"x {bytes_per_weight} bytes); --attention-dropout 0 or --fast-attention-dropout spares both, "
+            f"backward pass of a micro-batch ({heads} heads x {length} x {length} x {training.micro_batch_size} "
+            f"samples x {bytes_per_weight} bytes); --attention-dropout 0 or --fast-attention-dropout spares both, "
             "--recompute-activations the memory"
         )
 
@@ -255,17 +255,17 @@ class MegatronConfig:
         fused = not explicit and (model.attention_dropout == 0 or model.fast_attention_dropout)
         if "core_attn" in model.recomputed_modules and fused:
             yield (
-                "--recompute-granularity selective recomputes the core of attention, which runs in a fused kernel here: "
-                "it keeps no attention weights and computes them again by itself, so only its output is spared, twice "
-                "the hidden size a token at most; --recompute-modules layernorm mlp, or --recompute-granularity full, "
-                "spare more"
+                "--recompute-granularity selective computes the core of attention again, which runs in a fused kernel: "
+                "that keeps no attention weights and computes them again by itself, so no more than its output is "
+                "spared, for the time of its forward; --recompute-modules layernorm mlp, or --recompute-granularity "
+                "full, spare more"
             )
         whole = model.recompute_method == "uniform" and model.num_layers <= (model.recompute_num_layers or 0)
         if whole and parallel.pipeline_model_parallel_size == 1:
             yield (
                 f"--recompute-method uniform with --recompute-num-layers {model.recompute_num_layers} spares nothing "
-                "without pipeline stages: the backward of the only micro-batch computes all layers again before it uses "
-                "the first of them; --recompute-num-layers 1 keeps the activations of one layer at a time"
+                "without pipeline stages: the backward of the only micro-batch computes all layers again before it "
+                "uses the first of them; --recompute-num-layers 1 keeps the activations of one layer at a time"
             )
 
     # ---- saved form ----

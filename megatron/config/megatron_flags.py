@@ -184,13 +184,25 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     ),
     # memory
     (
-        f"recomputing or offloading activations {_LATER}",
-        "leave it out; a smaller --micro-batch-size or --sequence-parallel saves memory",
-        "--recompute-* --checkpoint-activations --activations-checkpoint-* --checkpoint-num-layers "
-        "--distribute-saved-activations --distribute-checkpointed-activations --cpu-offloading-* "
-        "--fine-grained-* --offload-modules --min-offloaded-tensor-size --delay-offload-until-cuda-graph "
-        "--delta-offload-bytes-across-pp-ranks --activation-offload-fraction --mlp-chunks-for-prefill "
-        "--mlp-chunks-for-training",
+        "Megatron-LM has renamed it",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--checkpoint-activations --activations-checkpoint-* --checkpoint-num-layers",
+    ),
+    (
+        "Megatron-LM has renamed it",
+        "--distribute-saved-activations",
+        "--distribute-checkpointed-activations",
+    ),
+    (
+        f"offloading activations {_LATER}",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 keeps few of them",
+        "--cpu-offloading-* --fine-grained-* --offload-modules --min-offloaded-tensor-size "
+        "--delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks --activation-offload-fraction",
+    ),
+    (
+        f"computing an MLP in parts {_LATER}",
+        "--recompute-granularity selective --recompute-modules mlp",
+        "--mlp-chunks-for-prefill --mlp-chunks-for-training",
     ),
     (
         f"keeping optimizer state elsewhere or in fewer bits {_LATER}",
@@ -473,6 +485,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--tokenizer-name-or-path --tokenizer-file --tokenizer-padding-side --special-tokens-file",
     ),
     (_FORK, "--rotary-base", "--rotary-position-embeddings-theta"),
+    (_FORK, "--recompute-granularity, with --recompute-modules or --recompute-method", "--recompute-*"),
     (_FORK, "--rotary-percent", "--partial-rotary-factor"),
     (_FORK, "--normalization RMSNorm", "--use-fused-rmsnorm --no-fused-rmsnorm"),
     (_FORK, "--swiglu", "--use-fused-swiglu --glu-activation"),

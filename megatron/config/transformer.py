@@ -13,6 +13,28 @@ PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 Activation = Literal["gelu_tanh", "gelu", "swiglu", "squared_relu"]
 
+RECOMPUTABLE = ("core_attn", "layernorm", "mlp")
+# Megatron-LM's other parts of a layer, and what they are parts of.
+NOT_HERE = {
+    "moe": "mixtures of experts",
+    "moe_act": "mixtures of experts",
+    "shared_experts": "mixtures of experts",
+    "mla_up_proj": "multi-head latent attention",
+}
+# What goes with --recompute-granularity full and saves most.
+FULL_RECOMPUTATION = " --recompute-method uniform --recompute-num-layers 1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputeUnit:
+    """A run of layers.
+
+    recomputed: only the hidden states that enter it are kept for the backward.
+    """
+
+    layers: range
+    recomputed: bool
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformerConfig:
@@ -139,6 +161,36 @@ class TransformerConfig:
             "micro-batch sizes."
         ),
     )
+    recompute_granularity: Literal["selective", "full"] | None = field(
+        default=None,
+        metadata=flag(
+            "Compute activations again in the backward instead of keeping them: parts of each layer, or whole layers.",
+            constants={"--recompute-activations": "selective"},
+        ),
+    )
+    recompute_modules: tuple[str, ...] | None = field(
+        default=None,
+        metadata=flag(
+            "What --recompute-granularity selective recomputes: one or more of core_attn (when not given), layernorm, "
+            "mlp.",
+            words="+",
+            metavar="MODULE",
+        ),
+    )
+    recompute_method: Literal["uniform", "block"] | None = field(
+        default=None,
+        metadata=flag(
+            "Layers that --recompute-granularity full recomputes: all, in runs of --recompute-num-layers of which the "
+            "input is kept (uniform), or so many of each model chunk, one by one (block)."
+        ),
+    )
+    recompute_num_layers: int | None = field(
+        default=None, metadata=flag("Layers of --recompute-method.", at_least=1, at_most=MOST_LAYERS)
+    )
+    distribute_saved_activations: bool = field(
+        default=False,
+        metadata=flag("Keep the inputs of recomputed layers in parts, one on each tensor-parallel rank."),
+    )
     fp32_residual_connection: bool = field(
         default=False,
         metadata=flag("Keep the residual stream in fp32, between pipeline stages too; with --bf16 or --fp16."),
@@ -214,10 +266,33 @@ class TransformerConfig:
         """Rotated columns of each head."""
         return int(self.head_dim * self.rotary_percent)
 
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """The parts of a layer that are recomputed one by one."""
+        if self.recompute_granularity != "selective":
+            return ()
+        return ("core_attn",) if self.recompute_modules is None else self.recompute_modules
+
+    def recompute_units(self, layers: range) -> tuple[RecomputeUnit, ...]:
+        """The layers of a model chunk as runs, of each of which the input is kept, or all, in their order."""
+        if self.recompute_granularity != "full":
+            return (RecomputeUnit(layers=layers, recomputed=False),) if layers else ()
+        assert self.recompute_num_layers is not None
+        if self.recompute_method == "uniform":
+            step = self.recompute_num_layers
+            return tuple(
+                RecomputeUnit(layers=layers[first : first + step], recomputed=True)
+                for first in range(0, len(layers), step)
+            )
+        first, rest = layers[: self.recompute_num_layers], layers[self.recompute_num_layers :]
+        alone = tuple(RecomputeUnit(layers=range(layer, layer + 1), recomputed=True) for layer in first)
+        return (*alone, RecomputeUnit(layers=rest, recomputed=False)) if rest else alone
+
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
         yield from self._attention_problems()
         yield from self._position_problems()
+        yield from self._recompute_problems()
         if self.ffn_size < 1:
             yield Problem(
                 flags=("--ffn-hidden-size", "--hidden-size", "--activation"),
@@ -305,6 +380,55 @@ class TransformerConfig:
                 rule="has an effect only with --use-rope-scaling",
                 works=f"--use-rope-scaling --rope-scaling-factor {self.rope_scaling_factor}",
             )
+
+    def _recompute_problems(self) -> Iterator[Problem]:
+        granularity = "--recompute-granularity"
+        needs: dict[str, tuple[object, str]] = {
+            "--recompute-modules": (self.recompute_modules, "selective"),
+            "--recompute-method": (self.recompute_method, "full"),
+            "--recompute-num-layers": (self.recompute_num_layers, "full"),
+            "--distribute-saved-activations": (self.distribute_saved_activations or None, "full"),
+        }
+        for name, (value, needed) in needs.items():
+            if value is None or self.recompute_granularity == needed:
+                continue
+            present = "it is not given" if self.recompute_granularity is None else f"it is {self.recompute_granularity}"
+            shown = "" if value is True else " ".join(value) if isinstance(value, tuple) else value
+            yield Problem(
+                flags=(name, granularity),
+                value=shown,
+                rule=f"belongs to {granularity} {needed}, and {present}",
+                works=f"{granularity} {needed}{FULL_RECOMPUTATION if needed == 'full' else ''}; or leave out {name}",
+            )
+        missing = {
+            "--recompute-method": self.recompute_method is None,
+            "--recompute-num-layers": self.recompute_num_layers is None,
+        }
+        if self.recompute_granularity == "full" and any(missing.values()):
+            names = [name for name, lacks in missing.items() if lacks]
+            yield Problem(
+                flags=(granularity, *names),
+                value="full",
+                rule=f"needs {' and '.join(names)}",
+                works=f"{granularity} full{FULL_RECOMPUTATION}",
+            )
+        elif self.recompute_granularity == "full" and self.num_layers < (self.recompute_num_layers or 0):
+            yield Problem(
+                flags=("--recompute-num-layers", "--num-layers"),
+                value=self.recompute_num_layers,
+                rule=f"is more than --num-layers {self.num_layers}",
+                works="--recompute-num-layers 1",
+            )
+        for module in self.recompute_modules or ():
+            if module not in RECOMPUTABLE:
+                yield Problem(
+                    flags=("--recompute-modules",),
+                    value=module,
+                    rule=f"is a part of {NOT_HERE[module]}, which this version has not"
+                    if module in NOT_HERE
+                    else "is not a known part of a layer",
+                    works=f"--recompute-modules {' '.join(RECOMPUTABLE)}, or some of them",
+                )
 
     def _rotary_advice(self) -> str:
         width = self.head_dim

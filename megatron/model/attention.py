@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import eagerly
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.core.tensor_parallel.random import DropoutStream, attention_dropout, torch_draws
+from megatron.core.tensor_parallel.recompute import recompute, with_input_again
 from megatron.model.dropout_sites import ATTENTION_WEIGHTS
 from megatron.model.init import output_std
 from megatron.model.norms import Norm
@@ -100,6 +104,7 @@ class SelfAttention(nn.Module):
         self.layer = layer
         self.heads = local_heads(config, placement.group)
         self.score_divisor = layer + 1.0 if config.apply_query_key_layer_scaling else 1.0
+        self.recomputes_core = "core_attn" in config.recomputed_modules
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             config.qkv_size,
@@ -130,6 +135,7 @@ class SelfAttention(nn.Module):
         rotary: RotaryTable | None,
         mask: Tensor | None,
         dropout: DropoutStream | None,
+        again: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """Attention of `hidden_states` [s/t or s, b, h] over itself, of the same shape.
 
@@ -137,22 +143,26 @@ class SelfAttention(nn.Module):
             rotary: the table for the positions of the tokens; None without rotary positions.
             mask: of `attention_mask`, explicit where `computes_weights` holds.
             dropout: the masks of this micro-batch; None for no dropout.
+            again: computes `hidden_states` once more, in the backward: then they are not kept.
         """
-        query, key, value = self.project(hidden_states)
+        query, key, value = self.project(hidden_states, again)
         if rotary is not None:
             query = apply_rotary(query, rotary, interleaved=self.config.rotary_interleaved)
             key = apply_rotary(key, rotary, interleaved=self.config.rotary_interleaved)
-        context = self.attend(query, key, value, mask, dropout)
+        attend = partial(self.attend, mask=mask, dropout=dropout)
+        context = recompute(attend, query, key, value) if self.recomputes_core else attend(query, key, value)
         output: Tensor = self.linear_proj(context)  # [s, b, a d/t] -> [s/t or s, b, h]
         return output
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, hidden_states: Tensor, again: Callable[[], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys, values, unrotated: [s/t or s, b, h] -> [s, b, a/t, d] and twice [s, b, g/t, d]."""
-        mixed = self.linear_qkv(hidden_states)  # [s, b, (a + 2g) d/t]
+        mixed = with_input_again(self.linear_qkv, hidden_states, again)  # [s, b, (a + 2g) d/t]
         per_group = self.heads.queries // self.heads.groups
         shape = (self.heads.groups, per_group + 2, self.config.head_dim)
-        grouped = mixed.unflatten(-1, shape)  # [s, b, g/t, a/g + 2, d]
-        query, key, value = grouped.split((per_group, 1, 1), dim=3)
+        grouped = mixed.view(*mixed.shape[:-1], *shape)  # [s, b, g/t, a/g + 2, d]
+        query, key, value = torch.split(grouped, [per_group, 1, 1], dim=3)
         query = query.flatten(2, 3)  # [s, b, a/t, d]
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/t, d] each
         if self.q_layernorm is not None and self.k_layernorm is not None:
@@ -176,7 +186,7 @@ class SelfAttention(nn.Module):
 
     def _dropped(self, weights: Tensor, dropout: DropoutStream | None) -> Tensor:
         """The weights after dropout: [b, a/t, s, s] -> the same shape."""
-        if dropout is None or not drops_weights(self.config, dropout):
+        if not drops_weights(self.config, dropout):
             return weights
         return attention_dropout(
             weights,
@@ -242,8 +252,28 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor, *, divisor: floa
     if divisor != 1.0:
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * divisor
     scores = torch.where(mask, scores, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return scores.softmax(dim=-1, dtype=wide).to(query.dtype)
+    if torch.promote_types(query.dtype, torch.float32) == query.dtype:
+        return scores.softmax(dim=-1, dtype=query.dtype)
+    weights: Tensor = _RoundedSoftmax.apply(scores, query.dtype)  # type: ignore[no-untyped-call]
+    return weights
+
+
+class _RoundedSoftmax(torch.autograd.Function):
+    """The softmax in float32, rounded, of which the rounded weights are kept: half the bytes that autograd keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, dtype: torch.dtype) -> Tensor:
+        weights = scores.softmax(dim=-1, dtype=torch.float32).to(dtype)
+        ctx.save_for_backward(weights)
+        ctx.scores_dtype = scores.dtype
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        weights = ctx.saved_tensors[0].float()
+        flowing = weights * gradient
+        # weights x (gradient - the mean gradient by weight)
+        return flowing.sub_(weights.mul_(flowing.sum(dim=-1, keepdim=True))).to(ctx.scores_dtype), None
 
 
 def weighted_values(weights: Tensor, value: Tensor) -> Tensor:

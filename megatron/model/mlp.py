@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -9,6 +12,7 @@ from megatron.config.transformer import TransformerConfig
 from megatron.core.shard import Init, blocked_pieces
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.placement import Placement
+from megatron.core.tensor_parallel.recompute import recompute, with_input_again
 from megatron.model.init import output_std
 
 
@@ -21,6 +25,7 @@ class MLP(nn.Module):
     def __init__(self, config: TransformerConfig, *, placement: Placement) -> None:
         super().__init__()
         self.activation = config.activation
+        self.recomputed = "mlp" in config.recomputed_modules
         blocks = (config.ffn_size, config.ffn_size) if config.gated else (config.ffn_size,)
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
@@ -38,8 +43,18 @@ class MLP(nn.Module):
             init=Init.normal(output_std(config.init_method_std, config.num_layers)),
         )
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        intermediate = self.linear_fc1(hidden_states)  # [s, b, f/t], with SwiGLU [s, b, 2f/t]
+    def forward(self, hidden_states: Tensor, *, again: Callable[[], Tensor] | None = None) -> Tensor:
+        """
+        Args:
+            again: computes `hidden_states` once more, in the backward: then they are not kept.
+        """
+        if self.recomputed:
+            return with_input_again(partial(recompute, self._compute), hidden_states, again)
+        return self._compute(hidden_states, again)
+
+    def _compute(self, hidden_states: Tensor, again: Callable[[], Tensor] | None = None) -> Tensor:
+        # [s, b, f/t], with SwiGLU [s, b, 2f/t]
+        intermediate = with_input_again(self.linear_fc1, hidden_states, again)
         output: Tensor = self.linear_fc2(activate(intermediate, self.activation))  # [s/t or s, b, h]
         return output
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor, nn
 
 from megatron.config.transformer import TransformerConfig
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.core.tensor_parallel.random import DropoutStream, HiddenDropout
+from megatron.core.tensor_parallel.recompute import computed_again, recompute
 from megatron.model.attention import SelfAttention
 from megatron.model.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
 from megatron.model.mlp import MLP
@@ -31,6 +35,7 @@ class TransformerLayer(nn.Module):
         def dropout(site: int) -> HiddenDropout:
             return HiddenDropout(config.hidden_dropout, layer=layer, site=site, placement=placement)
 
+        self.recomputes_norms = "layernorm" in config.recomputed_modules
         self.input_layernorm = _hidden_norm(config, placement)
         self.self_attention = SelfAttention(config, layer=layer, placement=placement)
         self.attention_output_dropout = dropout(ATTENTION_OUTPUT)
@@ -47,11 +52,17 @@ class TransformerLayer(nn.Module):
         dropout: DropoutStream | None,
     ) -> Tensor:
         """Arguments as for `SelfAttention.forward`."""
-        attended = self.self_attention(self.input_layernorm(hidden_states), rotary=rotary, mask=mask, dropout=dropout)
+        normed, again = self._normed(self.input_layernorm, hidden_states)
+        attended = self.self_attention(normed, rotary=rotary, mask=mask, dropout=dropout, again=again)
         hidden_states = hidden_states + self.attention_output_dropout(attended, dropout)
-        transformed = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        normed, again = self._normed(self.pre_mlp_layernorm, hidden_states)
+        transformed = self.mlp(normed, again=again)
         hidden_states = hidden_states + self.mlp_output_dropout(transformed, dropout)
         return hidden_states
+
+    def _normed(self, norm: Norm, hidden_states: Tensor) -> tuple[Tensor, Callable[[], Tensor] | None]:
+        """The normalised hidden states, and how to have them once more, where they are not kept for the backward."""
+        return norm(hidden_states), computed_again(norm, hidden_states) if self.recomputes_norms else None
 
 
 class TransformerBlock(nn.Module):
@@ -66,6 +77,9 @@ class TransformerBlock(nn.Module):
         self, config: TransformerConfig, *, layers: range, final_layernorm: bool, placement: Placement
     ) -> None:
         super().__init__()
+        self.units = config.recompute_units(layers)
+        # Hidden states are kept in parts where each rank has the whole of them.
+        self.keeps_parts_over = placement.group if config.distribute_saved_activations else None
         self.layers = nn.ModuleDict(
             {str(layer): TransformerLayer(config, layer=layer, placement=placement) for layer in layers}
         )
@@ -80,8 +94,25 @@ class TransformerBlock(nn.Module):
         dropout: DropoutStream | None,
     ) -> Tensor:
         """[s/t or s, b, h] -> the same shape. Arguments as for `SelfAttention.forward`."""
-        for layer in self.layers.values():
-            hidden_states = layer(hidden_states, rotary=rotary, mask=mask, dropout=dropout)
+        for unit in self.units:
+            run = partial(self._run, unit.layers, rotary=rotary, mask=mask, dropout=dropout)
+            if unit.recomputed:
+                hidden_states = recompute(run, hidden_states, distributed_over=self.keeps_parts_over)
+            else:
+                hidden_states = run(hidden_states)
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
+        return hidden_states
+
+    def _run(
+        self,
+        layers: range,
+        hidden_states: Tensor,
+        *,
+        rotary: RotaryTable | None,
+        mask: Tensor | None,
+        dropout: DropoutStream | None,
+    ) -> Tensor:
+        for layer in layers:
+            hidden_states = self.layers[str(layer)](hidden_states, rotary=rotary, mask=mask, dropout=dropout)
         return hidden_states

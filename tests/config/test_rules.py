@@ -436,13 +436,84 @@ def test_the_price_of_attention_dropout_is_known_at_the_start(parse: Parse) -> N
     (note,) = parse(
         "--tensor-model-parallel-size 2 --bf16 --seq-length 1024 --max-position-embeddings 1024"
     ).start_notes()
-    # 4 heads of a rank, softmax in fp32 and what dropout leaves of it in bf16
-    assert "keeps 50.3 MB of attention weights" in note
-    assert "4 heads x 1024 x 1024 x 2 samples x 6 bytes" in note
+    # 4 heads of a rank, softmax and what dropout leaves of it in bf16
+    assert "keeps 33.6 MB of attention weights" in note
+    assert "4 heads x 1024 x 1024 x 2 samples x 4 bytes" in note
     assert "--fast-attention-dropout" in note
     (note,) = parse("--fast-attention-dropout").start_notes()
     assert "masks follow from --seed, but depend on --tensor-model-parallel-size and --micro-batch-size" in note
+    (note,) = parse("--recompute-activations").start_notes()
+    assert "keeps" not in note and "no flash kernel runs" in note
     assert parse("--attention-dropout 0").start_notes() == []
+
+
+@pytest.mark.parametrize(
+    "line, note",
+    [
+        ("--recompute-activations --attention-dropout 0", "keeps no attention weights"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 8", "spares nothing"),
+    ],
+)
+def test_recomputation_that_spares_next_to_nothing_is_said_at_the_start(parse: Parse, line: str, note: str) -> None:
+    assert note in parse(line).start_notes()[-1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--recompute-activations --recompute-modules mlp --attention-dropout 0",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 7 --attention-dropout 0",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 8 --attention-dropout 0 "
+        "--pipeline-model-parallel-size 2",
+    ],
+)
+def test_recomputation_that_spares_memory_needs_no_word(parse: Parse, line: str) -> None:
+    assert parse(line).start_notes() == []
+
+
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@pytest.mark.parametrize(
+    "line, text",
+    [
+        ("--recompute-granularity full", "needs --recompute-method and --recompute-num-layers"),
+        ("--recompute-granularity full --recompute-method block", "needs --recompute-num-layers"),
+        ("--recompute-method uniform", "belongs to --recompute-granularity full, and it is not given"),
+        ("--recompute-activations --recompute-num-layers 1", "full, and it is selective"),
+        (f"{FULL} --recompute-modules mlp", "belongs to --recompute-granularity selective, and it is full"),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", "more than --num-layers 8"),
+        ("--recompute-activations --recompute-modules moe_act", "is a part of mixtures of experts"),
+        ("--recompute-activations --recompute-modules core_attn softmax", "is not a known part of a layer"),
+        ("--distribute-saved-activations --tensor-model-parallel-size 2", "belongs to --recompute-granularity full"),
+        (f"{FULL} --distribute-saved-activations", "--tensor-model-parallel-size is 1"),
+        (
+            f"{FULL} --distribute-saved-activations --tensor-model-parallel-size 2 --sequence-parallel",
+            "keeps its part of the sequence only",
+        ),
+        ("--checkpoint-activations", "--recompute-granularity full"),
+        ("--activations-checkpoint-method uniform", "--recompute-granularity full"),
+        ("--distribute-checkpointed-activations", "--distribute-saved-activations"),
+    ],
+)
+def test_recomputation_that_can_not_be_is_refused(refused: Refused, line: str, text: str) -> None:
+    assert text in refused(line)
+
+
+def test_the_short_flag_is_the_selective_granularity(parse: Parse) -> None:
+    model = parse("--recompute-activations").model
+    assert model.recomputed_modules == ("core_attn",)
+    assert parse(f"{FULL}").model.recomputed_modules == ()
+
+
+def test_layers_are_cut_into_units_of_which_the_input_is_kept(parse: Parse) -> None:
+    def units(line: str) -> list[tuple[list[int], bool]]:
+        return [(list(unit.layers), unit.recomputed) for unit in parse(line).model.recompute_units(range(2, 7))]
+
+    full = "--recompute-granularity full --recompute-num-layers 2 --recompute-method"
+    assert units(f"{full} uniform") == [([2, 3], True), ([4, 5], True), ([6], True)]
+    assert units(f"{full} block") == [([2], True), ([3], True), ([4, 5, 6], False)]
+    assert units("--recompute-activations") == units("") == [([2, 3, 4, 5, 6], False)]
 
 
 def test_the_price_of_scaled_scores_is_known_at_the_start(parse: Parse) -> None:

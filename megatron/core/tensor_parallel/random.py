@@ -20,7 +20,7 @@ same chain: it depends on the shapes and on the kernel, and on nothing that was 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -180,15 +180,14 @@ class _Dropout(torch.autograd.Function):
         starts: tuple[int, ...],
         sample_dim: int,
     ) -> Tensor:
-        ctx.save_for_backward(sample_keys)
-        ctx.plan = (p, salt, starts, sample_dim)
-        return _drop(x, sample_keys, p, salt, starts, sample_dim)
+        # By itself, not as a saved tensor: the recomputation of a layer ends at the last of those, before this dropout.
+        ctx.plan = (sample_keys, p, salt, starts, sample_dim)
+        return _drop(x, *ctx.plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (sample_keys,) = ctx.saved_tensors
-        return _drop(gradient, sample_keys, *ctx.plan), None, None, None, None, None
+        return _drop(gradient, *ctx.plan), None, None, None, None, None
 
 
 def _drop(x: Tensor, sample_keys: Tensor, p: float, salt: int, starts: tuple[int, ...], sample_dim: int) -> Tensor:
@@ -332,6 +331,19 @@ class RngStateTracker:
         finally:
             self._states[name] = self._get()
             self._set(present)
+
+    def states(self) -> dict[str, Tensor]:
+        """The present state under each name, for `replaying`."""
+        return dict(self._states)
+
+    @contextmanager
+    def replaying(self, states: Mapping[str, Tensor]) -> Iterator[None]:
+        """Draw from earlier states inside the block, as a recomputed forward must, and go on with the present after."""
+        present, self._states = self._states, dict(states)
+        try:
+            yield
+        finally:
+            self._states = present
 
     def _get(self) -> Tensor:
         return _default_generator(self.device).get_state()
