@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.checkpointing import storage
 from megatron.checkpointing.errors import CheckpointError, NoCheckpointError
 from megatron.checkpointing.index import Index, StoredTensor, check_cover, check_version, parse_index, parse_json
 from megatron.checkpointing.resharding import Transfer, misfit, transfers
-from megatron.checkpointing.slices import HeldBox, held_boxes
+from megatron.checkpointing.slices import HeldPart, held_parts
 from megatron.config.problems import counted, listing
 from megatron.core.agreement import agree
 from megatron.core.comm_group import CommGroup
@@ -112,34 +111,28 @@ class Checkpoint:
 
     def _read(self, asked: Sequence[NamedTensor]) -> LoadSummary:
         """Read file by file, so that at most one is open."""
-        jobs: dict[str, list[tuple[Transfer, HeldBox, NamedTensor]]] = {}
+        jobs: dict[str, list[tuple[Transfer, HeldPart, str]]] = {}
         casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
         for named in asked:
             stored = self.tensors[named.key]
             if stored.dtype != named.tensor.dtype:
                 casts[stored.dtype, named.tensor.dtype] += 1
-            for held in held_boxes(named.key, named.shard, tuple(named.tensor.shape)):
-                for transfer in transfers(stored.slices, held.placed):
-                    jobs.setdefault(transfer.source.file, []).append((transfer, held, named))
+            for part in held_parts(named):
+                for transfer in transfers(stored.slices, part.placed):
+                    jobs.setdefault(transfer.source.file, []).append((transfer, part, named.key))
         bytes_read = 0
         for file, transfers_of_file in sorted(jobs.items()):
             size = self.index.files[file]
             with storage.ShardReader(self.folder / file, size, self.index.block_bytes) as reader:
-                for transfer, held, named in transfers_of_file:
-                    target = _target(transfer, held, named.tensor)
-                    dtype = self.tensors[named.key].dtype
+                for transfer, part, key in transfers_of_file:
+                    target = part.values[transfer.box.seen_from(part.placed.offset).index]
+                    dtype = self.tensors[key].dtype
                     bytes_read += reader.copy_into(target, transfer.source, dtype, transfer.box)
         lines = tuple(
             f"{counted(count, 'tensor')}: {stored} in the checkpoint, converted to {wanted}"
             for (stored, wanted), count in casts.items()
         )
         return LoadSummary(tensors=len(asked), bytes_read=bytes_read, casts=lines)
-
-
-def _target(transfer: Transfer, held: HeldBox, tensor: Tensor) -> Tensor:
-    """The view of the local tensor that a transfer fills."""
-    local = transfer.box.seen_from(held.placed.offset).moved_by(held.local.offset)
-    return tensor.detach()[local.index]
 
 
 def read_tracker(root: str | os.PathLike[str]) -> int | None:

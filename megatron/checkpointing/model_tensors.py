@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.core.shard import NamedTensor, shard_of
 
 
-def model_tensors(
-    modules: Iterable[nn.Module], main_parameters: Mapping[nn.Parameter, Tensor] | None = None
-) -> Iterator[NamedTensor]:
+def model_tensors(modules: Iterable[nn.Module], *, frozen_only: bool = False) -> Iterator[NamedTensor]:
     """The weights of this rank's modules, each under `model.` and its global name.
 
     Args:
-        main_parameters: a training's, in more bits than the model computes with: they are the weights, and the
-            parameters their rounding. Parameters that are not among them, the frozen ones, are weights themselves.
+        frozen_only: leave out the trainable ones: a training has these itself, in more bits than the model computes
+            with, and maybe a slice of them only.
     """
-    main = {} if main_parameters is None else main_parameters
     for module in modules:
         for parameter in module.parameters():
-            shard = shard_of(parameter)
-            yield NamedTensor(key=f"model.{shard.name}", tensor=main.get(parameter, parameter.data), shard=shard)
+            if not (frozen_only and parameter.requires_grad):
+                shard = shard_of(parameter)
+                yield NamedTensor(key=f"model.{shard.name}", tensor=parameter.data, shard=shard)

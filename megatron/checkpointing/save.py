@@ -22,7 +22,7 @@ from megatron.checkpointing.index import (
     merge,
     parse_index,
 )
-from megatron.checkpointing.slices import held_boxes
+from megatron.checkpointing.slices import held_parts
 from megatron.core.agreement import agree
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import NamedTensor
@@ -49,8 +49,8 @@ def save_checkpoint(
         iteration: number of iterations done. A checkpoint of the same iteration is replaced.
         tensors: this rank's model and optimizer tensors. Owned pieces are written; padding is in no piece.
         metadata: JSON values (tuples become lists), the same on all ranks; that of the first rank is written.
-        writes: whether this rank writes: True on one data-parallel replica. `tensors` is not looked at
-            otherwise.
+        writes: whether this rank writes tensors that all data-parallel ranks hold: True on one of them. The slices of a
+            distributed optimizer are written by those that have them.
 
     Returns: the folder of the checkpoint.
 
@@ -59,8 +59,9 @@ def save_checkpoint(
     """
     save = Save(root=Path(root), iteration=iteration, rank=world.rank, metadata=metadata)
     phase = f"saving iteration {iteration} to {root}"
+    mine = [named for named in tensors if writes or named.elements is not None]
     try:
-        plans = agree(world, phase, lambda: save.prepare(tensors if writes else ()), raises=CheckpointError)
+        plans = agree(world, phase, lambda: save.prepare(mine), raises=CheckpointError)
         if plans[0].free_bytes < sum(plan.planned_bytes for plan in plans):
             raise CheckpointError(
                 f"{phase}: {sum(plan.planned_bytes for plan in plans):,} bytes are needed, "
@@ -125,10 +126,9 @@ class Save:
         if key in self.tensors:
             raise CheckpointError(f"{key}: two tensors of this rank have this key")
         self.tensors[key] = StoredTensor(dtype=tensor.dtype, shape=shard.global_shape, slices=())
-        for held in held_boxes(key, shard, tuple(tensor.shape)):
-            if held.owned:
-                view = tensor.detach()[held.local.index]
-                self.pending.append(storage.PendingSlice(key=key, tensor=view, box=held.placed))
+        for part in held_parts(named):
+            if part.owned:
+                self.pending.append(storage.PendingSlice(key=key, tensor=part.values, box=part.placed))
 
     def write(self) -> str | None:
         """Write this rank's shard and its index. Returns: the name of the index, None without tensors."""

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megatron.core.shard import Shard
+from torch import Tensor
+
+from megatron.core.shard import NamedTensor, Shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,38 @@ def held_boxes(key: str, shard: Shard, local_shape: tuple[int, ...]) -> tuple[He
         if local.volume:
             held.append(HeldBox(local=local, placed=placed, owned=shard.owned and piece.owned))
     return tuple(held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldPart:
+    """Values of a box of a global tensor, in its shape: a view of what a rank holds."""
+
+    values: Tensor
+    placed: Box
+    owned: bool
+
+
+def held_parts(named: NamedTensor) -> Iterator[HeldPart]:
+    """The parts of its global tensor that a tensor, or a slice of one, holds.
+
+    Raises:
+        ValueError: the shard does not describe a tensor of this shape.
+    """
+    tensor, elements = named.tensor.detach(), named.elements
+    if elements is None:
+        for held in held_boxes(named.key, named.shard, tuple(tensor.shape)):
+            yield HeldPart(values=tensor[held.local.index], placed=held.placed, owned=held.owned)
+        return
+    local = held_boxes(named.key, named.shard, elements.shape)
+    done = 0
+    for run in flat_range_boxes(elements.shape, elements.first, elements.stop):
+        values = tensor[done : done + run.volume].view(run.shape)
+        done += run.volume
+        for held in local:
+            box = run.intersect(held.local)
+            if box is not None:
+                placed = box.seen_from(held.local.offset).moved_by(held.placed.offset)
+                yield HeldPart(values=values[box.seen_from(run.offset).index], placed=placed, owned=held.owned)
 
 
 def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron.core.comm_group import CommGroup
 
-Reduction = Literal["sum", "max"]
-_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+Reduction = Literal["sum", "mean", "max"]
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
 def all_reduce_(tensor: Tensor, group: CommGroup, op: Reduction = "sum", *, async_op: bool = False) -> dist.Work | None:
@@ -73,6 +73,38 @@ def reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
     assert work is not None
     work.wait()
     return output.movedim(0, dim).contiguous()
+
+
+def slice_of(tensor: Tensor, group: CommGroup) -> Tensor:
+    """This rank's part of dimension 0, a view; the group must divide it."""
+    assert tensor.shape[0] % group.size == 0, f"{tuple(tensor.shape)} does not split over {group.size} ranks"
+    part = tensor.shape[0] // group.size
+    return tensor[group.rank * part : (group.rank + 1) * part]
+
+
+def reduce_scatter_(
+    tensor: Tensor, group: CommGroup, op: Reduction = "sum", *, async_op: bool = False
+) -> dist.Work | None:
+    """Reduce over the group into `slice_of(tensor, group)`; the other parts are left undefined.
+
+    The output lies within the input: NCCL reduces in place there, and gloo works on a copy of its own.
+    """
+    if group.size == 1:
+        return None
+    work: dist.Work | None = dist.reduce_scatter_single(
+        slice_of(tensor, group), tensor, op=_REDUCTIONS[op], group=group.process_group, async_op=async_op
+    )
+    return work
+
+
+def all_gather_(tensor: Tensor, group: CommGroup, *, async_op: bool = False) -> dist.Work | None:
+    """Fill each rank's part of dimension 0 with that rank's `slice_of(tensor, group)`, in place."""
+    if group.size == 1:
+        return None
+    work: dist.Work | None = dist.all_gather_single(
+        tensor, slice_of(tensor, group), group=group.process_group, async_op=async_op
+    )
+    return work
 
 
 def all_to_all(tensor: Tensor, group: CommGroup, *, split_dim: int, concat_dim: int) -> Tensor:

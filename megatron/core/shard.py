@@ -96,12 +96,27 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlatRange:
+    """Elements `first` to `stop` of a local tensor of `shape`, in row-major order."""
+
+    shape: tuple[int, ...]
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class NamedTensor:
-    """A local tensor (a parameter, or optimizer state of its shape) under its key in a checkpoint."""
+    """A local tensor (a parameter, or optimizer state of its shape), or a slice of one, under its key in a checkpoint.
+
+    Attributes:
+        tensor: in the shape of the parameter; [stop - first] for a slice.
+        elements: of a slice that this data-parallel rank alone holds, which part of the local tensor it is.
+    """
 
     key: str
     tensor: Tensor
     shard: Shard
+    elements: FlatRange | None = None
 
 
 def has_shard(parameter: Tensor) -> bool:

@@ -26,17 +26,19 @@ def build_optimizer(
     Build it after the first values are set: low-precision parameters are copied into the main ones here.
 
     Args:
-        model_group: all ranks that together hold one copy of the model.
+        model_group: all ranks that together hold one copy of the model. With the distributed optimizer each of the
+            data-parallel ranks updates a part of it, so that these are all ranks.
         count_zeros: report the number of zero gradient elements (`--log-num-zeros-in-grad`).
     """
     return MegatronOptimizer(
-        [buffer for chunk in chunks for buffer in chunk.grad_buffers],
+        [bucket for chunk in chunks for bucket in reversed(chunk.buckets)],
         build_update_rule(config),
         scaler=build_grad_scaler(config),
         clip_grad=config.clip_grad,
         model_group=model_group,
         device=next(chunks[0].parameters()).device,
         count_zeros=count_zeros,
+        overlap_gather=any(chunk.config.overlap_param_gather for chunk in chunks),
     )
 
 

@@ -1,16 +1,16 @@
-"""Main parameters and optimizer state of one gradient buffer, as flat tensors beside it."""
+"""Main parameters and optimizer state of a slice of a gradient buffer, as flat tensors beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.core.distributed.grad_buffer import GradBuffer
+from megatron.core.distributed.grad_buffer import Bucket
 from megatron.core.kernels.adam import HyperSpan, HyperSpans
-from megatron.core.kernels.grad_norm import ElementSpans
-from megatron.core.shard import NamedTensor, shard_of
+from megatron.core.kernels.grad_norm import ElementSpans, Span
+from megatron.core.shard import FlatRange, NamedTensor, shard_of
 from megatron.optimizer.clip_grads import merge_spans, owned_spans
 from megatron.optimizer.update_rule import FlatStep, UpdateRule
 
@@ -21,52 +21,62 @@ def decays(parameter: Tensor) -> bool:
 
 
 class MainParameters:
-    """What an update rule reads and writes for one `GradBuffer`.
+    """What an update rule reads and writes for this rank's slice of one `Bucket`.
 
-    The main parameters have the dtype of the gradients. When that is the model's dtype too, they are the
-    model's own buffer; else (bfloat16, float16) they are a float32 copy from which the model's are rounded
-    after each update.
+    The main parameters have the model's dtype when that is float32 or float64, and are its own buffer; else (bfloat16,
+    float16) they are a float32 copy from which the model's are rounded after each update.
 
     Attributes:
-        main: [n] main parameters.
+        main: [n] main parameters of the slice.
         low_precision: [n] the model's parameters when they are not `main`.
+        gradient: [n] their gradients, in the dtype of the gradient buffer.
         state: [n] each.
-        spans: hyper-parameters along the buffer. A span takes in the zeros up to the next parameter, which any
+        spans: hyper-parameters along the slice. A span takes in the zeros up to the next parameter, which any
             rule leaves zero; so all spans are multiples of the buffer's alignment long.
         owned: the elements that count in norms on this rank.
     """
 
-    def __init__(self, buffer: GradBuffer, rule: UpdateRule) -> None:
-        self.buffer = buffer
+    def __init__(self, bucket: Bucket, rule: UpdateRule) -> None:
+        self.bucket = bucket
         self.rule = rule
-        model_is_main = buffer.parameters.dtype == buffer.gradients.dtype
-        self.main = buffer.parameters if model_is_main else buffer.parameters.to(buffer.gradients.dtype)
-        self.low_precision = None if model_is_main else buffer.parameters
+        self.entries = tuple(bucket.slice_entries())
+        self.gradient = bucket.slice_of(bucket.gradients)
+        parameters = bucket.slice_of(bucket.parameters)
+        main_dtype = torch.promote_types(parameters.dtype, torch.float32)
+        model_is_main = parameters.dtype == main_dtype
+        self.main = parameters if model_is_main else parameters.to(main_dtype)
+        self.low_precision = None if model_is_main else parameters
         self.state = {name: torch.zeros_like(self.main) for name in rule.state_names}
         self.spans = HyperSpans(self._hyper_spans(), self.main.device)
-        owned = merge_spans(
-            (entry.start + start, entry.start + stop)
-            for entry in buffer.entries
-            for start, stop in owned_spans(shard_of(entry.parameter), tuple(entry.parameter.shape))
-        )
-        self.owned = ElementSpans(owned, self.main.device)
+        self.owned = ElementSpans(self._owned_spans(), self.main.device)
 
     def _hyper_spans(self) -> list[HyperSpan]:
-        starts = [entry.start for entry in self.buffer.entries] + [self.buffer.parameters.numel()]
+        """They tile the slice; the first one takes in what lies before it, the end of a parameter's padding."""
+        starts = [0, *(entry.start for entry in self.entries[1:]), self.main.numel()]
         spans: list[HyperSpan] = []
-        for entry, start, stop in zip(self.buffer.entries, starts, starts[1:]):
-            span = HyperSpan(length=stop - start, weight_decay_multiplier=1.0 if decays(entry.parameter) else 0.0)
+        for entry, start, stop in zip(self.entries, starts, starts[1:]):
+            multiplier = 1.0 if decays(entry.parameter) else 0.0
+            span = HyperSpan(length=stop - start, weight_decay_multiplier=multiplier)
             if spans and spans[-1].weight_decay_multiplier == span.weight_decay_multiplier:
                 last = spans.pop()
                 span = HyperSpan(length=last.length + span.length, weight_decay_multiplier=span.weight_decay_multiplier)
             spans.append(span)
-        return spans
+        return spans or [HyperSpan(length=self.main.numel(), weight_decay_multiplier=0.0)]
+
+    def _owned_spans(self) -> list[Span]:
+        """What of the parameters is owned, within the slice."""
+        return merge_spans(
+            (entry.start + max(start, entry.first) - entry.first, entry.start + min(stop, entry.stop) - entry.first)
+            for entry in self.entries
+            for start, stop in owned_spans(shard_of(entry.parameter), tuple(entry.parameter.shape))
+            if start < entry.stop and stop > entry.first
+        )
 
     def update(self, *, number: int, lr: float, weight_decay: float, gradient_scale: float) -> None:
         self.rule.update_(
             FlatStep(
                 parameter=self.main,
-                gradient=self.buffer.gradients,
+                gradient=self.gradient,
                 state=self.state,
                 low_precision=self.low_precision,
                 spans=self.spans,
@@ -77,18 +87,26 @@ class MainParameters:
             )
         )
 
-    def of_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter of the model with its main one, a view in the same shape."""
-        for entry in self.buffer.entries:
-            yield entry.parameter, entry.view(self.main)
+    def named_main(self) -> Iterator[NamedTensor]:
+        """The main parameters, as the weights of the model."""
+        return self._named("model", self.main)
 
     def named_state(self) -> Iterator[NamedTensor]:
-        """Views of the state, by parameter."""
         for kind, flat in self.state.items():
-            for entry in self.buffer.entries:
-                shard = shard_of(entry.parameter)
-                assert shard.name, f"{entry.name} has no global name"
-                yield NamedTensor(key=f"optimizer.{kind}.{shard.name}", tensor=entry.view(flat), shard=shard)
+            yield from self._named(f"optimizer.{kind}", flat)
+
+    def _named(self, prefix: str, flat: Tensor) -> Iterator[NamedTensor]:
+        """Views of a flat tensor, by parameter: in its shape, or of a slice the elements that are in it."""
+        for entry in self.entries:
+            shard, shape = shard_of(entry.parameter), tuple(entry.parameter.shape)
+            assert shard.name, f"{entry.entry.name} has no global name"
+            key = f"{prefix}.{shard.name}"
+            part = entry.view(flat)
+            if self.bucket.sharded:
+                elements = FlatRange(shape=shape, first=entry.first, stop=entry.stop)
+                yield NamedTensor(key=key, tensor=part, shard=shard, elements=elements)
+            else:
+                yield NamedTensor(key=key, tensor=part.view(shape), shard=shard)
 
     def after_load(self) -> None:
         """Round the model's parameters from the main ones again."""

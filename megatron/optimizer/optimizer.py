@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.config.problems import UserError
 from megatron.core import collectives
 from megatron.core.comm_group import CommGroup
-from megatron.core.distributed.grad_buffer import GradBuffer
+from megatron.core.distributed.grad_buffer import Bucket
 from megatron.core.kernels.grad_norm import ElementSpans, sum_of_squares
 from megatron.core.shard import NamedTensor
 from megatron.optimizer.clip_grads import clip_factor, count_zeros
@@ -49,7 +49,7 @@ class MegatronOptimizer:
 
     def __init__(
         self,
-        buffers: Sequence[GradBuffer],
+        buckets: Sequence[Bucket],
         rule: UpdateRule,
         *,
         scaler: GradScaler,
@@ -57,21 +57,26 @@ class MegatronOptimizer:
         model_group: CommGroup,
         device: torch.device,
         count_zeros: bool = False,
+        overlap_gather: bool = False,
     ) -> None:
         """
         Args:
+            buckets: in the order in which they are updated, and gathered.
             clip_grad: largest global norm; 0 for no clipping.
-            model_group: all ranks that together hold one copy of the model (tensor × pipeline).
-            device: where the buffers are, or would be on a rank whose parameters are all frozen.
+            model_group: all ranks whose slices together are the model, once: tensor × pipeline, with the distributed
+                optimizer × data.
+            device: where the buckets are, or would be on a rank whose parameters are all frozen.
             count_zeros: report the number of zero gradient elements, for one more pass over the gradients.
+            overlap_gather: leave it to the next forward pass to wait for the parameters of other ranks' slices.
         """
         self.rule = rule
         self.scaler = scaler
         self.clip_grad = clip_grad
         self.model_group = model_group
-        self.parts = tuple(MainParameters(buffer, rule) for buffer in buffers)
+        self.parts = tuple(MainParameters(bucket, rule) for bucket in buckets)
         self._device = device
         self._count_zeros = count_zeros
+        self._overlap_gather = overlap_gather
         self._updates = 0
         self._schedule: tuple[float, float] | None = None
 
@@ -94,16 +99,22 @@ class MegatronOptimizer:
         assert self._schedule is not None, "set_schedule() must be called before step()"
         lr, weight_decay = self._schedule
         scale = self.loss_scale
-        grad_norm = self._norm(lambda part: part.buffer.gradients) / scale
+        grad_norm = self._norm(lambda part: part.gradient) / scale
         num_zeros = None
         if self._count_zeros:
-            num_zeros = int(self._over_model(lambda part: part.buffer.gradients, count_zeros, torch.int64))
+            num_zeros = int(self._over_model(lambda part: part.gradient, count_zeros, torch.int64))
         finite = math.isfinite(grad_norm)
         if finite:
             self._updates += 1
             gradient_scale = scale / clip_factor(grad_norm, self.clip_grad)
             for part in self.parts:
+                part.bucket.finish_gather()
+            for part in self.parts:
                 part.update(number=self._updates, lr=lr, weight_decay=weight_decay, gradient_scale=gradient_scale)
+                part.bucket.start_gather()
+            if not self._overlap_gather:
+                for part in self.parts:
+                    part.bucket.finish_gather()
         overflow = not finite and self.scaler.absorbs_overflow
         self.scaler.update(found_inf=not finite)
         return UpdateReport(
@@ -140,12 +151,13 @@ class MegatronOptimizer:
         collectives.all_reduce_(total, self.model_group)
         return total
 
-    def main_parameters(self) -> dict[nn.Parameter, Tensor]:
-        """What the updates work on, by the trainable parameter of the model that is its rounding, or is itself it.
+    def named_main_parameters(self) -> Iterator[NamedTensor]:
+        """What the updates work on, of which the model's trainable parameters are the rounding, or which are these.
 
-        These are what a checkpoint keeps. To load one, copy into them and call `after_load`.
+        They are the weights that a checkpoint keeps. To load one, copy into them and call `after_load`.
         """
-        return dict(pair for part in self.parts for pair in part.of_parameters())
+        for part in self.parts:
+            yield from part.named_main()
 
     def named_state(self) -> Iterator[NamedTensor]:
         """The rule's state as shards of global tensors. To load a checkpoint, copy into them."""
@@ -154,9 +166,11 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def after_load(self) -> None:
-        """Round the model's parameters from the main ones, which have been loaded."""
+        """Round the model's parameters from the main ones, which were loaded; a collective where these are slices."""
         for part in self.parts:
             part.after_load()
+            part.bucket.start_gather()
+            part.bucket.finish_gather()
 
     def state_dict(self) -> dict[str, Any]:
         """What is not a tensor, as plain JSON values."""

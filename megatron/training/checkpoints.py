@@ -53,7 +53,8 @@ def save_run(run: Run, folder: Path) -> None:
 
 
 def _weights(run: Run) -> list[NamedTensor]:
-    return list(model_tensors((chunk.module for chunk in run.chunks), run.optimizer.main_parameters()))
+    frozen = model_tensors((chunk.module for chunk in run.chunks), frozen_only=True)
+    return [*frozen, *run.optimizer.named_main_parameters()]
 
 
 def open_checkpoint(context: MegatronContext) -> Checkpoint | None:

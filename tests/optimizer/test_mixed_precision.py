@@ -34,14 +34,13 @@ def fill_gradients(chunk: DistributedDataParallel, step: int, scale: float = 1.0
         main_grad_of(parameter).copy_(values * scale)
 
 
-def main_parameters(chunk: DistributedDataParallel, optimizer: MegatronOptimizer) -> dict[str, Tensor]:
-    main = optimizer.main_parameters()
-    return {name: main[parameter] for name, parameter in chunk.module.named_parameters()}
+def main_parameters(optimizer: MegatronOptimizer) -> dict[str, Tensor]:
+    return {named.key.removeprefix("model."): named.tensor for named in optimizer.named_main_parameters()}
 
 
 def snapshot(chunk: DistributedDataParallel, optimizer: MegatronOptimizer) -> dict[str, Tensor]:
     tensors = {named.key: named.tensor.clone() for named in optimizer.named_state()}
-    tensors |= {f"main.{name}": tensor.clone() for name, tensor in main_parameters(chunk, optimizer).items()}
+    tensors |= {f"main.{name}": tensor.clone() for name, tensor in main_parameters(optimizer).items()}
     return tensors | {name: parameter.detach().clone() for name, parameter in chunk.module.named_parameters()}
 
 
@@ -57,7 +56,7 @@ def test_main_parameters_follow_a_float32_run_and_the_model_is_their_rounding(dt
             fill_gradients(chunk, step)
             optimizer.set_schedule(1e-4, 0.1)
             optimizer.step()
-    main = main_parameters(chunks[0], optimizers[0])
+    main = main_parameters(optimizers[0])
     for (name, parameter), other in zip(low.named_parameters(), single.parameters()):
         assert_bitwise(main[name], other.data, name)
         assert_bitwise(parameter.data, other.data.to(dtype), name)
@@ -206,7 +205,7 @@ def test_float64_training_makes_no_tensor_of_another_floating_point_type(rule: s
 
 def tensors_of(chunk: DistributedDataParallel, optimizer: MegatronOptimizer) -> dict[str, Tensor]:
     """What a checkpoint keeps."""
-    return main_parameters(chunk, optimizer) | {named.key: named.tensor for named in optimizer.named_state()}
+    return main_parameters(optimizer) | {named.key: named.tensor for named in optimizer.named_state()}
 
 
 def trained(model: nn.Module, steps: range, saved: tuple[dict[str, Any], dict[str, Tensor]] | None = None) -> Any:
@@ -248,7 +247,7 @@ def test_the_model_is_the_rounding_of_the_main_parameters_as_soon_as_those_are_l
     model = toy_model(dtype)
     chunk = data_parallel(model)
     optimizer = optimizer_of([chunk])
-    main = main_parameters(chunk, optimizer)
+    main = main_parameters(optimizer)
     for tensor in main.values():
         tensor.normal_(generator=torch.Generator().manual_seed(4))
     optimizer.after_load()
@@ -260,7 +259,7 @@ def test_the_model_is_the_rounding_of_the_main_parameters_as_soon_as_those_are_l
 def test_without_a_narrower_model_the_main_parameters_are_the_models_own(dtype: torch.dtype) -> None:
     model = toy_model(dtype)
     chunk = data_parallel(model)
-    for name, tensor in main_parameters(chunk, optimizer_of([chunk])).items():
+    for name, tensor in main_parameters(optimizer_of([chunk])).items():
         assert tensor.data_ptr() == model.get_parameter(name).data_ptr()
 
 

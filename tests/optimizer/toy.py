@@ -69,7 +69,7 @@ def optimizer_of(
     count_zeros: bool = False,
 ) -> MegatronOptimizer:
     return MegatronOptimizer(
-        [buffer for chunk in chunks for buffer in chunk.grad_buffers],
+        [bucket for chunk in chunks for bucket in reversed(chunk.buckets)],
         AdamW() if rule is None else rule,
         scaler=ConstantGradScaler() if scaler is None else scaler,
         clip_grad=clip_grad,

@@ -42,7 +42,7 @@ def microbatches_of(run: Run, consumed: int) -> Sequence[GPTBatch]:
 def state_of(run: Run) -> dict[str, Tensor]:
     """Parameters of the model, main parameters and optimizer state, copied."""
     tensors = {f"model.{shard_of(p).name}": p.data for chunk in run.chunks for p in chunk.module.parameters()}
-    tensors |= {f"main.{shard_of(p).name}": main for p, main in run.optimizer.main_parameters().items()}
+    tensors |= {f"main {named.key}": named.tensor for named in run.optimizer.named_main_parameters()}
     tensors |= {named.key: named.tensor for named in run.optimizer.named_state()}
     return {name: tensor.clone() for name, tensor in tensors.items()}
 

@@ -33,7 +33,7 @@ from torch import nn
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.grad_buffer import main_grad_of
-from megatron.core.shard import Init, Shard, name_parameters, set_shard, whole_pieces
+from megatron.core.shard import Init, Shard, name_parameters, set_shard, shard_of, whole_pieces
 from megatron.optimizer.adam import AdamW
 from megatron.optimizer.grad_scaler import ConstantGradScaler
 from megatron.optimizer.optimizer import MegatronOptimizer
@@ -81,7 +81,7 @@ class Sides:
             Weights(count, elements), data_group=CommGroup.single("data"), grad_dtype=torch.float32
         )
         self.ours = MegatronOptimizer(
-            chunk.grad_buffers,
+            chunk.buckets,
             AdamW(beta1=BETAS[0], beta2=BETAS[1], eps=EPS),
             scaler=ConstantGradScaler(LOSS_SCALE),
             clip_grad=CLIP_GRAD,
@@ -124,9 +124,9 @@ class Sides:
 
     def largest_difference(self) -> float:
         """Between the fp32 parameters of the two sides."""
-        ours = self.ours.main_parameters()
-        pairs = zip(self.parameters, self.main)
-        return max(float((ours[parameter] - main.detach()).abs().max()) for parameter, main in pairs)
+        ours = {named.key: named.tensor for named in self.ours.named_main_parameters()}
+        keys = [f"model.{shard_of(parameter).name}" for parameter in self.parameters]
+        return max(float((ours[key] - main.detach()).abs().max()) for key, main in zip(keys, self.main))
 
 
 class Triad:

@@ -65,17 +65,10 @@ def finalize_model_grads(
 def non_finite_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
     """Parameters whose gradient on this rank holds a NaN or an infinity.
 
-    Call it before `finalize_model_grads`, which spreads them to all ranks. One more pass over the gradients.
+    Call it before `finalize_model_grads`, which spreads them to all ranks. One more pass over the gradients, but for
+    those that `DistributedDataParallel.last_backward` has looked at.
     """
-    buffers = [buffer for chunk in chunks for buffer in chunk.grad_buffers]
-    # A NaN or an infinity anywhere makes the sum one; the search by parameter is for the bad case only.
-    suspects = [buffer for buffer in buffers if not buffer.gradients.sum().isfinite()]
-    return [
-        shard_of(entry.parameter).name or entry.name
-        for buffer in suspects
-        for entry in buffer.entries
-        if not entry.view(buffer.gradients).isfinite().all()
-    ]
+    return [name for chunk in chunks for name in chunk.non_finite_gradients()]
 
 
 def _all_reduce_coalesced_(gradients: Sequence[Tensor], group: CommGroup) -> None:
@@ -111,12 +104,13 @@ def _sum_replicated_spans(chunks: Sequence[DistributedDataParallel], tensor: Com
 
 
 def _sum_tied_gradients(chunks: Sequence[DistributedDataParallel], embedding: CommGroup) -> None:
-    """Both stages list the tied tensors in the order of their names, so that the same ones meet."""
+    """Both stages list the tied tensors, or their parts in this rank's slice, in the order of their names, so that the
+    same elements meet."""
     copies: dict[str, Tensor] = {}
-    for chunk in chunks:
-        for parameter in chunk.trainable_parameters():
-            shard = shard_of(parameter)
+    for bucket in (bucket for chunk in chunks for bucket in chunk.buckets):
+        for part in bucket.slice_entries():
+            shard = shard_of(part.parameter)
             if shard.tied:
                 assert shard.name not in copies, f"this rank holds two copies of {shard.name}"
-                copies[shard.name] = main_grad_of(parameter)
+                copies[shard.name] = part.view(bucket.slice_of(bucket.gradients))
     _all_reduce_coalesced_([copies[name] for name in sorted(copies)], embedding)
