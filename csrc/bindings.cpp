@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "cross_entropy.h"
 #include "fused_adam.h"
 #include "grad_norm.h"
 #include "index_builder.h"
@@ -142,14 +143,67 @@ double sum_of_squares_cpu(const Tensor& data, Address tiles, std::int64_t num_ti
                                       instruction_set);
 }
 
+// Defines `name`(logits…, maximum, sum, target_logit, logit_sum, extra…) and the like, where `run` gets structs.
+template <typename... Extra, typename Run, typename... ExtraNames>
+void define_logit_statistics(py::module_& module, const char* name, Run run, const ExtraNames&... extra_names) {
+  module.def(
+      name,
+      [run](const Tensor& logits, std::int64_t rows, std::int64_t width, std::int64_t valid, Address targets,
+            Address maximum, Address sum, Address target_logit, Address logit_sum, const Extra&... extra) {
+        const megatron::FlatArray array = flat_array(logits);
+        const megatron::Logits input{array.data, array.type, rows, width, valid, pointer<const std::int64_t>(targets)};
+        const megatron::LogitStatistics statistics{pointer<void>(maximum), pointer<void>(sum),
+                                                   pointer<void>(target_logit), pointer<void>(logit_sum)};
+        py::gil_scoped_release unlocked;
+        run(input, statistics, extra...);
+      },
+      py::kw_only(), py::arg("logits"), py::arg("rows"), py::arg("width"), py::arg("valid"), py::arg("targets"),
+      py::arg("maximum"), py::arg("sum"), py::arg("target_logit"), py::arg("logit_sum"), py::arg(extra_names)...);
+}
+
+template <typename... Extra, typename Run, typename... ExtraNames>
+void define_logit_gradient(py::module_& module, const char* name, Run run, const ExtraNames&... extra_names) {
+  module.def(
+      name,
+      [run](const Tensor& logits, std::int64_t rows, std::int64_t width, std::int64_t valid, Address targets,
+            Address maximum, Address sum, Address scale, double on_target, double on_each, Address gradient,
+            const Extra&... extra) {
+        const megatron::FlatArray array = flat_array(logits);
+        const megatron::Logits input{array.data, array.type, rows, width, valid, pointer<const std::int64_t>(targets)};
+        const megatron::LogitGradient output{pointer<const void>(maximum), pointer<const void>(sum),
+                                             pointer<const void>(scale), on_target, on_each, pointer<void>(gradient)};
+        py::gil_scoped_release unlocked;
+        run(input, output, extra...);
+      },
+      py::kw_only(), py::arg("logits"), py::arg("rows"), py::arg("width"), py::arg("valid"), py::arg("targets"),
+      py::arg("maximum"), py::arg("sum"), py::arg("scale"), py::arg("on_target"), py::arg("on_each"),
+      py::arg("gradient"), py::arg(extra_names)...);
+}
+
 void define_kernels(py::module_& module) {
   module.def("instruction_sets", &megatron::instruction_sets);
   define_adamw<std::int64_t, std::string>(module, "adamw_cpu", &megatron::adamw_cpu, "threads", "instruction_set");
   module.def("sum_of_squares_cpu", &sum_of_squares_cpu, py::kw_only(), py::arg("data"), py::arg("tiles"),
              py::arg("num_tiles"), py::arg("threads"), py::arg("instruction_set"));
+  define_logit_statistics<std::int64_t, std::string>(module, "logit_statistics_cpu", &megatron::logit_statistics_cpu,
+                                                     "threads", "instruction_set");
+  define_logit_gradient<std::int64_t, std::string>(module, "logit_gradient_cpu", &megatron::logit_gradient_cpu,
+                                                   "threads", "instruction_set");
 #ifdef MEGATRON_CUDA
   module.attr("cuda") = true;
   module.attr("cuda_architectures") = MEGATRON_CUDA_ARCHITECTURES;
+  define_logit_statistics<int, Address>(
+      module, "logit_statistics_cuda",
+      [](const megatron::Logits& logits, const megatron::LogitStatistics& statistics, int device, Address stream) {
+        megatron::logit_statistics_cuda(logits, statistics, device, pointer<void>(stream));
+      },
+      "device", "stream");
+  define_logit_gradient<int, Address>(
+      module, "logit_gradient_cuda",
+      [](const megatron::Logits& logits, const megatron::LogitGradient& gradient, int device, Address stream) {
+        megatron::logit_gradient_cuda(logits, gradient, device, pointer<void>(stream));
+      },
+      "device", "stream");
   define_adamw<int, Address>(
       module, "adamw_cuda",
       [](const megatron::AdamBuffers& buffers, const megatron::HyperSpans& spans,
@@ -189,8 +243,3 @@ PYBIND11_MODULE(_C, module) {
   module.def("build_blend_index", &blend_index, py::arg("weights").noconvert(), py::arg("size"));
   module.def("build_exhaustive_blend_index", &exhaustive_blend_index, py::arg("sizes").noconvert());
 }
-#ifdef MEGATRON_OPENMP
-  module.attr("openmp") = true;
-#else
-  module.attr("openmp") = false;
-#endif

@@ -14,7 +14,7 @@ namespace megatron {
 enum class InstructionSet { kGeneric, kAvx2, kAvx512 };
 
 #if defined(__x86_64__)
-#define MEGATRON_TARGET_AVX2 __attribute__((target("avx2")))
+#define MEGATRON_TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define MEGATRON_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 #else
 #define MEGATRON_TARGET_AVX2
@@ -25,9 +25,10 @@ enum class InstructionSet { kGeneric, kAvx2, kAvx512 };
 inline std::vector<std::string> instruction_sets() {
   std::vector<std::string> names{"generic"};
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) names.emplace_back("avx2");
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (avx2) names.emplace_back("avx2");
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     names.emplace_back("avx512");
   }
 #endif

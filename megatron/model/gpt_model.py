@@ -137,7 +137,11 @@ class GPTModel(nn.Module):
             whole = gather_from_tensor_parallel_region(logits, self.placement.group)  # [s, b, v_padded]
             return whole[..., : self.vocab_size].transpose(0, 1)  # [b, s, v]
         losses = vocab_parallel_cross_entropy(
-            logits, labels.t(), group=self.placement.group, vocab_size=self.vocab_size
+            logits,
+            labels.t(),
+            group=self.placement.group,
+            vocab_size=self.vocab_size,
+            overwrite_logits=not self._is_watched(),
         )  # [s, b]
         return losses.t()  # [b, s]
 
@@ -159,6 +163,10 @@ class GPTModel(nn.Module):
         if self.config.position_embedding_type != "rope":
             return None
         return rotary_table(self.config, position_ids, self.placement.dtype)
+
+    def _is_watched(self) -> bool:
+        """Whether a hook on the output layer may keep the logits."""
+        return self.output_layer is not None and bool(self.output_layer._forward_hooks)
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
         """[s/t or s, b, h] -> [s, b, v_padded/t]"""

@@ -196,7 +196,7 @@ def test_blocks_of_rows_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> N
     logits, target = drawn(1, S, B, 12), torch.zeros(S, B, dtype=torch.int64)
     results = []
     for block in (1, 30, 1 << 20):
-        monkeypatch.setattr("megatron.core.tensor_parallel.cross_entropy._CPU_BLOCK", block)
+        monkeypatch.setattr("megatron.core.kernels.cross_entropy._CPU_BLOCK", block)
         x = logits.clone().requires_grad_()
         loss = vocab_parallel_cross_entropy(
             x, target, group=CommGroup.single("tensor"), vocab_size=11, label_smoothing=0.2
@@ -219,3 +219,43 @@ def test_impossible_requests_are_refused_with_their_value(vocab_size: int, smoot
             vocab_size=vocab_size,
             label_smoothing=smoothing,
         )
+
+
+# ---- who owns the logits ----
+
+
+def check_overwriting(rank: int, world_size: int) -> None:
+    group = tensor_group(rank, world_size)
+    target = torch.randint(13, (S, B), generator=torch.Generator().manual_seed(2))
+    gradients = []
+    for overwrite in (False, True):
+        leaf = local_logits(drawn(1, S, B, 13), rank, world_size).requires_grad_()
+        logits = leaf * 1.0
+        before = logits.detach().clone()
+        loss = vocab_parallel_cross_entropy(
+            logits, target, group=group, vocab_size=13, label_smoothing=0.1, overwrite_logits=overwrite
+        )
+        assert_bitwise(logits.detach(), before, "forward reads only")
+        (loss * drawn(3, S, B)).sum().backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+        assert_bitwise(logits.detach(), leaf.grad if overwrite else before, "logits after backward")
+    assert_bitwise(gradients[1], gradients[0], "gradient")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_gradient_is_written_over_logits_that_are_given_away_and_over_no_others(world_size: int) -> None:
+    run_distributed(check_overwriting, world_size)
+
+
+def test_a_second_use_of_logits_that_were_given_away_is_an_error_in_backward() -> None:
+    leaf = drawn(1, S, B, 12).requires_grad_()
+    logits = leaf * 1.0
+    squares = logits.square()
+    loss = vocab_parallel_cross_entropy(
+        logits, torch.zeros(S, B, dtype=torch.int64), group=CommGroup.single(), vocab_size=12, overwrite_logits=True
+    )
+    loss.sum().backward(retain_graph=True)
+    for again in (squares, loss):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            again.sum().backward(retain_graph=True)

@@ -50,6 +50,11 @@ OPERATIONS = (
         name="gradient norm", cpu=("sum_of_squares_cpu",), cuda=("sum_of_squares_cuda", "sum_of_squares_scratch")
     ),
     Operation(
+        name="cross entropy",
+        cpu=("logit_statistics_cpu", "logit_gradient_cpu"),
+        cuda=("logit_statistics_cuda", "logit_gradient_cuda"),
+    ),
+    Operation(
         name="data index",
         cpu=(
             "build_sample_index_int32",
