@@ -44,8 +44,12 @@ bench: $(STAMP)  ## measure against the alternatives, side by side
 	$(BIN)/python tools/benchmark/pretrain_vs_plain_loop.py
 	$(BIN)/python tools/benchmark/optimizer_step.py
 
+# Of all that pip says, the steps of the build, and the end where it fails.
 kernels: $(STAMP)  ## rebuild the compiled extension after a change in csrc/
-	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@mkdir -p build
+	@set -o pipefail; $(BIN)/python -m pip install --verbose --no-deps --editable . 2>&1 | tee build/kernels.log \
+	  | awk '/\[[0-9]+\/[0-9]+\]/ { print; fflush() }' || { tail -n 60 build/kernels.log; exit 1; }
+	@$(BIN)/python tools/doctor.py --device cpu --kernels native
 
 docs: $(STAMP)  ## check that every command and flag in the documents is right
 	$(BIN)/python -m pytest tests/docs

@@ -139,6 +139,7 @@ def compiled_function(name: str, *, reference_cost: str, device: DeviceType = "c
             _report_reference(name, runs.why, reference_cost)
         return None
     module = load_extension()
+    assert module is not None, runs
     if name not in vars(module):
         raise RuntimeError(
             f"the compiled module {module.__file__} has no operator {name!r}: it was built from other "
