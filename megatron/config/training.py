@@ -87,6 +87,20 @@ class TrainingConfig:
             "they are and break the graph."
         ),
     )
+    fp32_matmul: Literal["auto", "exact"] = field(
+        default="auto",
+        metadata=flag(
+            "Products of fp32 matrices on CPUs. auto: torch's faster path, if products at start show that it is as "
+            "exact on all ranks. exact: the default path."
+        ),
+    )
+    keep_freed_memory: bool = field(
+        default=True,
+        metadata=flag(
+            "On CPUs keep freed memory in the process, for the next step.",
+            off_help="Give freed memory back to the system, on CPUs: a peak up to a third lower, and slower steps.",
+        ),
+    )
     kernels: Literal["auto", "native", "apex", "torch"] = field(
         default="auto",
         metadata=flag(
