@@ -94,7 +94,7 @@ megatron::NumberType number_type(const std::string& name) {
 }
 
 megatron::FlatArray flat_array(const Tensor& tensor) {
-  if (tensor.first == 0) return {nullptr, megatron::NumberType::kFloat32};
+  if (tensor.second.empty()) return {nullptr, megatron::NumberType::kFloat32};
   return {reinterpret_cast<void*>(tensor.first), number_type(tensor.second)};
 }
 

@@ -75,8 +75,7 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
         "--wgrad-deferral-limit=0 --error-injection-rate=0 --manual-gc-interval=0 --moe-layer-freq=1 "
         "--softmax-type=vanilla --virtual-pipeline-model-parallel-size=1 --num-dataset-builder-threads=1 "
         "--checkpoint-num-layers=1 --main-grads-dtype=fp32 --main-params-dtype=fp32 --exp-avg-dtype=fp32 "
-        "--exp-avg-sq-dtype=fp32 --glu-linear-offset=0|0.0 --rotary-scaling-factor=1|1.0 --rope-type=rope "
-        "--cross-entropy-fusion-impl=native",
+        "--exp-avg-sq-dtype=fp32 --glu-linear-offset=0|0.0 --rotary-scaling-factor=1|1.0 --rope-type=rope",
     ),
 )
 
@@ -251,7 +250,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
         f"this fused kernel {_LATER}",
         "leave it out: the same function runs unfused",
-        "--cross-entropy-loss-fusion --cross-entropy-fusion-impl --fused-residual-rmsnorm "
+        "--fused-residual-rmsnorm "
         "--use-fused-weighted-squared-relu --masked-softmax-fusion --scaled-masked-softmax-fusion "
         "--scaled-upper-triang-masked-softmax-fusion --bias-gelu-fusion --bias-dropout-fusion",
     ),

@@ -11,6 +11,7 @@ from megatron.config.problems import Problem, divisors, multiples, near
 
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
+CrossEntropyFusion = Literal["native", "linear"]
 Activation = Literal["gelu_tanh", "gelu", "swiglu", "squared_relu"]
 
 RECOMPUTABLE = ("core_attn", "layernorm", "mlp")
@@ -161,6 +162,21 @@ class TransformerConfig:
             "micro-batch sizes."
         ),
     )
+    cross_entropy_loss_fusion: bool = field(
+        default=False,
+        metadata=flag(
+            "Fuse the loss with what --cross-entropy-fusion-impl names. Its own passes are one kernel in any case."
+        ),
+    )
+    cross_entropy_fusion_impl: CrossEntropyFusion = field(
+        default="native",
+        metadata=flag(
+            "With --cross-entropy-loss-fusion, native: the loss in one kernel, as it also is without the flag; linear: "
+            "together with the output layer, in chunks of the vocabulary, so that the logits are never in memory, and "
+            "are computed twice.",
+            later=("te",),
+        ),
+    )
     recompute_granularity: Literal["selective", "full"] | None = field(
         default=None,
         metadata=flag(
@@ -242,6 +258,11 @@ class TransformerConfig:
         return not self.untie_embeddings_and_output_weights
 
     @property
+    def fuses_output_layer(self) -> bool:
+        """Whether the output layer and its loss are one operation, without logits."""
+        return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+
+    @property
     def qkv_size(self) -> int:
         """Rows of the projection to queries, keys and values."""
         return self.query_size + 2 * self.query_groups * self.head_dim
@@ -293,6 +314,13 @@ class TransformerConfig:
         yield from self._attention_problems()
         yield from self._position_problems()
         yield from self._recompute_problems()
+        if self.cross_entropy_fusion_impl == "linear" and not self.cross_entropy_loss_fusion:
+            yield Problem(
+                flags=("--cross-entropy-fusion-impl",),
+                value="linear",
+                rule="is a form of --cross-entropy-loss-fusion, which is off",
+                works="--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear; or leave it out",
+            )
         if self.ffn_size < 1:
             yield Problem(
                 flags=("--ffn-hidden-size", "--hidden-size", "--activation"),

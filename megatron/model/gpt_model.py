@@ -12,6 +12,7 @@ from megatron.config.transformer import TransformerConfig
 from megatron.core.shard import Init, name_parameters, set_shard, shard_of
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, column_parallel_linear
+from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.core.tensor_parallel.random import DropoutStream
@@ -132,6 +133,14 @@ class GPTModel(nn.Module):
         if not self.stage.has_output:
             assert isinstance(hidden_states, Tensor)
             return hidden_states
+        if labels is not None and self.config.fuses_output_layer:
+            return linear_cross_entropy(
+                hidden_states,
+                self._output_weight(),
+                labels.t(),
+                placement=self.placement,
+                vocab_size=self.vocab_size,
+            ).t()  # [b, s]
         logits = self._logits(hidden_states)  # [s, b, v_padded/t]
         if labels is None:
             whole = gather_from_tensor_parallel_region(logits, self.placement.group)  # [s, b, v_padded]
@@ -173,5 +182,11 @@ class GPTModel(nn.Module):
         if self.output_layer is not None:
             logits: Tensor = self.output_layer(hidden_states)
             return logits
+        return column_parallel_linear(hidden_states, self._output_weight(), None, self.placement)
+
+    def _output_weight(self) -> Tensor:
+        """[v_padded/t, h]"""
+        if self.output_layer is not None:
+            return self.output_layer.weight
         assert self.embedding is not None
-        return column_parallel_linear(hidden_states, self.embedding.word_embeddings.weight, None, self.placement)
+        return self.embedding.word_embeddings.weight

@@ -110,7 +110,7 @@ def test_the_175b_line_is_read_as_it_was_meant() -> None:
     [
         "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
         "--cpu-offloading-num-layers 2", "--fp8-format hybrid", "--num-experts 8",
-        "--moe-router-topk 2", "--async-save", "--grad-reduce-in-bf16", "--cross-entropy-loss-fusion",
+        "--moe-router-topk 2", "--async-save", "--grad-reduce-in-bf16", "--cross-entropy-fusion-impl te",
         "--use-megatron-fsdp", "--step-batch-size-schedule 0:768", "--ckpt-format torch_dist", "--profile",
         "--ddp-bucket-size 100", "--bert-no-binary-head", "--mask-prob 0.15",
         "--expert-model-parallel-size 2", "--wandb-project x", "--fake-process-group",

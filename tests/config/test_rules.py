@@ -39,6 +39,7 @@ REFUSED = [
         None,
         ["--ffn-hidden-size", "--hidden-size 16", "that is 0", "--ffn-hidden-size 64"],
     ),
+    ("--cross-entropy-fusion-impl linear", "", None, ["--cross-entropy-fusion-impl linear", "which is off"]),
     ("--fast-attention-dropout --attention-dropout 0", "", None, ["--fast-attention-dropout", "is 0"]),
     (
         "--fast-attention-dropout --apply-query-key-layer-scaling",

@@ -20,7 +20,7 @@ _REFUSED = """
 --use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce
 --checkpoint-activations --transformer-impl=transformer_engine --attention-backend=fused --ckpt-format --use-dist-ckpt
 --use-checkpoint-args --async-save --context-parallel-size=2 --num-experts --use-legacy-models
---deterministic-mode --use-torch-fsdp2 --fp8-format --cross-entropy-loss-fusion --tp-comm-overlap --profile
+--deterministic-mode --use-torch-fsdp2 --fp8-format --tp-comm-overlap --profile
 --log-memory-to-tensorboard --wandb-project --manual-gc --yaml-cfg --train-data --bert-no-binary-head
 """
 

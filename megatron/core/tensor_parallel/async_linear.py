@@ -29,7 +29,7 @@ def main_grad_if_any(parameter: Tensor) -> Tensor | None:
     return main_grad
 
 
-def _accumulate_weight_gradient(main_grad: Tensor, gradient: Tensor, x: Tensor) -> None:
+def accumulate_weight_gradient(main_grad: Tensor, gradient: Tensor, x: Tensor) -> None:
     """main_grad += gradient^T x, for gradient [n, out] and x [n, in]."""
     if main_grad.dtype == x.dtype:
         main_grad.addmm_(gradient.t(), x)
@@ -90,7 +90,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
             if ctx.main_grad is None:
                 weight_gradient = rows.t().mm(columns)
             else:
-                _accumulate_weight_gradient(ctx.main_grad, rows, columns)
+                accumulate_weight_gradient(ctx.main_grad, rows, columns)
         if needs_bias:
             bias_gradient = gradient.flatten(0, -2).sum(dim=0)
         if scatter is not None:
