@@ -3,6 +3,7 @@
 from megatron.config.arguments import parse_arguments
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
+from megatron.config.data_parallel import DataParallelConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.megatron_config import Difference, MegatronConfig, difference, section_problems
 from megatron.config.optimizer import OptimizerConfig
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
+    "DataParallelConfig",
     "Difference",
     "LoggingConfig",
     "MegatronConfig",

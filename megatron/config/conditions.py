@@ -23,11 +23,29 @@ def positions_are_rotary(config: MegatronConfig, flag: str) -> Iterator[Problem]
         )
 
 
+def gradients_are_wide(config: MegatronConfig, flag: str) -> Iterator[Problem]:
+    if config.optimizer.grad_reduce_in_bf16:
+        yield Problem(
+            flags=(flag, "--grad-reduce-in-bf16"),
+            rule="and --grad-reduce-in-bf16 ask for opposite things",
+            works="one of the two",
+        )
+
+
 def checkpoint_must_exist(config: MegatronConfig, flag: str) -> Iterator[Problem]:
     if config.checkpoint.load_if_exists:
         yield Problem(
             flags=(flag, "--load-if-exists"),
             rule="and --load-if-exists ask for opposite things",
+            works="one of the two",
+        )
+
+
+def nothing_is_compiled(config: MegatronConfig, flag: str) -> Iterator[Problem]:
+    if config.training.torch_compile:
+        yield Problem(
+            flags=(flag, "--torch-compile"),
+            rule="and --torch-compile ask for opposite things",
             works="one of the two",
         )
 

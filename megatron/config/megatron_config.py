@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
+from megatron.config.data_parallel import DataParallelConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.options import MOST_SAMPLES, Affects, Option, section_options, shown_value, spelled
@@ -73,6 +74,7 @@ class MegatronConfig:
 
     model: TransformerConfig
     parallel: ParallelConfig
+    data_parallel: DataParallelConfig
     optimizer: OptimizerConfig
     training: TrainingConfig
     data: DataConfig
@@ -180,7 +182,8 @@ class MegatronConfig:
             if not found:
                 found += _pipeline_problems(self)
             found += _model_layout_problems(self)
-            for section in (self.optimizer, self.training, self.data, self.tokenizer, self.checkpoint, self.logging):
+            rest = (self.training, self.data, self.tokenizer, self.checkpoint, self.logging)
+            for section in (self.data_parallel, self.optimizer, *rest):
                 found += section.problems()
             if check_files:
                 found += self.tokenizer.file_problems()

@@ -11,7 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.config.conditions import Condition, checkpoint_must_exist, flash_kernel_fits, positions_are_rotary
+from megatron.config.conditions import (
+    Condition,
+    checkpoint_must_exist,
+    flash_kernel_fits,
+    gradients_are_wide,
+    nothing_is_compiled,
+    positions_are_rotary,
+)
 from megatron.config.problems import Problem
 
 if TYPE_CHECKING:
@@ -21,11 +28,11 @@ if TYPE_CHECKING:
 _ALREADY_SO: tuple[tuple[str, str], ...] = (
     ("there is one implementation of the model", "--use-mcore-models --transformer-impl=local"),
     (
-        "this version fuses no such kernels",
-        "--no-masked-softmax-fusion --no-scaled-masked-softmax-fusion --no-bias-dropout-fusion "
-        "--no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm "
-        "--no-gradient-accumulation-fusion --disable-jit-fuser",
+        "there is no fused kernel of explicit attention weights, nor of bias and dropout",
+        "--no-masked-softmax-fusion --no-scaled-masked-softmax-fusion --no-bias-dropout-fusion",
     ),
+    ("there is no second, persistent kernel of a norm", "--no-persist-layer-norm"),
+    ("a compiler fuses operations with --torch-compile only", "--disable-jit-fuser"),
     ("attention picks its kernel itself", "--attention-backend=auto"),
     ("softmax of attention is taken in fp32 or wider", "--attention-softmax-in-fp32"),
     (
@@ -62,7 +69,7 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
         "--use-flash-attn --attention-backend=flash",
     ),
     ("a missing or unexpected tensor is always an error", "--dist-ckpt-strictness=raise_all"),
-    ("one rank of each replica group writes", "--no-ckpt-fully-parallel-save"),
+    ("what all ranks of a replica group hold, one of them writes", "--no-ckpt-fully-parallel-save"),
     (
         "tokenizer files are not copied into checkpoints",
         "--no-save-tokenizer-assets --disable-save-tokenizer-assets",
@@ -83,8 +90,11 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
 _CONDITIONS: Mapping[str, Condition] = {
     "--exit-on-missing-checkpoint": checkpoint_must_exist,
     "--no-position-embedding": positions_are_rotary,
+    "--accumulate-allreduce-grads-in-fp32": gradients_are_wide,
+    "--fp32-allreduce": gradients_are_wide,
     "--use-flash-attn": flash_kernel_fits,
     "--attention-backend=flash": flash_kernel_fits,
+    "--disable-jit-fuser": nothing_is_compiled,
 }
 
 _LATER = "is not available in this version"
@@ -97,24 +107,19 @@ _NO_NUMBER = "changes no number, and this version has no such switch"
 _REFUSED: tuple[tuple[str, str, str], ...] = (
     # parallelism
     (
-        f"the distributed optimizer {_LATER}",
-        "leave it out: optimizer state is whole on every data-parallel rank",
-        "--use-distributed-optimizer --overlap-param-gather --overlap-param-gather-with-optimizer-step "
-        "--no-align-param-gather --overlapped-distributed-optimizer --num-distributed-optimizer-instances "
+        f"this form of the distributed optimizer {_LATER}",
+        "--use-distributed-optimizer, and --overlap-param-gather with it",
+        "--overlap-param-gather-with-optimizer-step --no-align-param-gather "
+        "--overlapped-distributed-optimizer --num-distributed-optimizer-instances "
         "--no-use-layer-wise-param-layout --delay-param-gather "
         "--distrib-optim-fully-reshardable-mem-efficient",
     ),
     (
-        f"overlapping or bucketing the gradient reduction {_LATER}",
-        "leave it out: gradients are reduced once, after the last micro-batch",
-        "--overlap-grad-reduce --ddp-* --no-align-grad-reduce --disable-align-grad-reduce "
+        f"this way to reduce gradients {_LATER}",
+        "leave it out; --overlap-grad-reduce and --ddp-bucket-size are available",
+        "--ddp-* --no-align-grad-reduce --disable-align-grad-reduce "
         "--delay-grad-reduce --no-delay-grad-reduce --no-gradient-reduce-div-fusion "
         "--suggested-communication-unit-size",
-    ),
-    (
-        f"reducing gradients in 16 bits {_LATER}",
-        "leave it out: they are reduced in fp32",
-        "--grad-reduce-in-bf16",
     ),
     (
         f"sharding parameters over data-parallel ranks (FSDP) {_LATER}",

@@ -37,6 +37,10 @@ class OptimizerConfig:
             constants={"--bf16": "bf16", "--fp16": "fp16", "--fp64": "fp64"},
         ),
     )
+    grad_reduce_in_bf16: bool = field(
+        default=False,
+        metadata=flag("Accumulate and reduce gradients in bf16 instead of fp32; with --bf16."),
+    )
     lr: float = field(metadata=flag("Peak learning rate.", above=0, usual=1e-4))
     min_lr: float = field(default=0.0, metadata=flag("Learning rate at the end of the decay.", at_least=0))
     lr_decay_style: DecayStyle = field(default="linear", metadata=flag("Shape of the decay."))
@@ -100,21 +104,36 @@ class OptimizerConfig:
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """The type in which gradients are summed and weights updated."""
+        """The type in which weights are updated."""
         return _dtype("float64" if self.precision == "fp64" else "float32")
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """The type in which gradients are summed."""
+        return _dtype("bfloat16") if self.grad_reduce_in_bf16 else self.main_dtype
 
     @property
     def bytes_per_parameter(self) -> int:
         """Of a weight with its gradient, its main copy where it is of low precision, and its optimizer state."""
+        return self.params_dtype.itemsize + self.grad_dtype.itemsize + self.state_bytes_per_parameter
+
+    @property
+    def state_bytes_per_parameter(self) -> int:
+        """Of the main copy and the optimizer state, which a distributed optimizer spreads over data-parallel ranks."""
         states = 2 if self.optimizer == "adam" else int(self.sgd_momentum > 0)
-        copies = 1 + states + int(self.params_dtype != self.main_dtype)
-        return self.params_dtype.itemsize + copies * self.main_dtype.itemsize
+        return (states + int(self.params_dtype != self.main_dtype)) * self.main_dtype.itemsize
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
         yield from self._schedule_problems()
         yield from self._weight_decay_problems()
         yield from self._loss_scale_problems()
+        if self.grad_reduce_in_bf16 and self.precision != "bf16":
+            yield Problem(
+                flags=("--grad-reduce-in-bf16", "--bf16"),
+                rule=f"rounds gradients to bf16, and the precision is {self.precision}",
+                works="--bf16 with it; or leave out --grad-reduce-in-bf16",
+            )
 
     def _schedule_problems(self) -> Iterator[Problem]:
         if self.min_lr > self.lr:

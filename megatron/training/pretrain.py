@@ -137,7 +137,7 @@ def _build_run(
         optimizer=build_optimizer(
             chunks,
             config.optimizer,
-            model_group=state.model,
+            model_group=state.world if config.data_parallel.use_distributed_optimizer else state.model,
             count_zeros=config.logging.log_num_zeros_in_grad,
         ),
         scheduler=build_param_scheduler(config.optimizer, config.schedule_lengths, on_load=_schedule_on_load(context)),

@@ -14,7 +14,7 @@ from megatron.config.megatron_config import MegatronConfig
 from megatron.config.pipeline_layout import PipelineLayout, StageLayout, pipeline_layout
 from megatron.config.problems import UserError
 from megatron.core.collectives import all_reduce
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.schedule_plan import Plan, build_plan
@@ -90,17 +90,32 @@ def build_chunks(
 ) -> list[DistributedDataParallel]:
     """This stage's model chunks with their first weights, each wrapped with its gradient buffer."""
     config, state = context.config, context.state
-    chunks = []
+    modules = []
     for stage in layout.stage(state.pipeline.rank):
         module = provider(context, stage, vocabulary)
         _adopt_plain_parameters(module, context)
         initialize_weights(module, config.training.seed)
         if config.training.torch_compile:
             _compile_layers(module)
-        chunks.append(
-            DistributedDataParallel(module, data_group=state.data_context, grad_dtype=config.optimizer.main_dtype)
+        modules.append(module)
+    choices = config.data_parallel
+    trainable = [p for module in modules for p in dict.fromkeys(module.parameters()) if p.requires_grad]
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=choices.use_distributed_optimizer,
+        overlap_grad_reduce=choices.overlap_grad_reduce,
+        overlap_param_gather=choices.overlap_param_gather,
+        bucket_size=choices.bucket_size(
+            parameters=sum(parameter.numel() for parameter in trainable), ranks=state.data_context.size
+        ),
+        average_in_collective=choices.ddp_average_in_collective,
+        pad_buckets_for_high_nccl_busbw=choices.ddp_pad_buckets_for_high_nccl_busbw,
+    )
+    return [
+        DistributedDataParallel(
+            module, data_group=state.data_context, grad_dtype=config.optimizer.grad_dtype, config=ddp_config
         )
-    return chunks
+        for module in modules
+    ]
 
 
 def _compile_layers(module: nn.Module) -> None:

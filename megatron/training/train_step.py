@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -63,7 +64,8 @@ def train_step(run: Run) -> StepReport:
             begun.microbatches,
             _forward_step(run),
             divisors=begun.divisors,
-            loss_scale=begun.loss_scale,
+            loss_scale=begun.loss_scale * run.chunks[0].loss_factor,
+            last_backward=_last_backward(run),
             forward_only=False,
             timed=partial(run.timers, level=2),
         )
@@ -74,6 +76,11 @@ def train_step(run: Run) -> StepReport:
     if update.applied:
         run.scheduler.step(increment=begun.batch.global_batch_size)
     return _report(run, begun, sums, update, faults)
+
+
+def _last_backward(run: Run) -> Callable[[int], AbstractContextManager[None]]:
+    """What a chunk does around its last backward pass of the step."""
+    return lambda chunk: run.chunks[chunk].last_backward(look_for_nan=run.looks_for_nan)
 
 
 def _begin(run: Run) -> Begun:

@@ -157,12 +157,23 @@ def test_words_before_any_flag_are_refused() -> None:
 
 def test_accepted_flags_are_said_in_one_line() -> None:
     said: list[str] = []
-    line = "--use-mcore-models --transformer-impl local --no-rope-fusion --use-flash-attn"
+    line = "--use-mcore-models --transformer-impl local --no-persist-layer-norm --use-flash-attn"
     parse_arguments(command_line(f"{line} --bf16 --attention-dropout 0 --hidden-dropout 0"), say=said.append)
     assert said == [
         "Accepted, and already so in this version: "
-        "--use-mcore-models, --transformer-impl local, --no-rope-fusion, --use-flash-attn"
+        "--use-mcore-models, --transformer-impl local, --no-persist-layer-norm, --use-flash-attn"
     ]
+
+
+def test_a_just_in_time_compiler_cannot_be_off_and_on() -> None:
+    parse_arguments(command_line("--disable-jit-fuser"), say=lambda text: None)
+    with pytest.raises(ConfigError, match="--disable-jit-fuser.*and --torch-compile ask for opposite things"):
+        parse_arguments(command_line("--disable-jit-fuser --torch-compile"), say=lambda text: None)
+
+
+def test_the_adam_of_apex_is_refused_for_float64() -> None:
+    with pytest.raises(ConfigError, match=r"--kernels.*apex.*the Adam of NVIDIA Apex computes in fp32"):
+        parse_arguments(command_line("--kernels apex --fp64"), say=lambda text: None)
 
 
 def test_renamed_flags_are_said_in_one_line() -> None:

@@ -158,6 +158,41 @@ REFUSED = [
     ("--pipeline-model-parallel-layout Et*0|ttL", "", 1, ["repeats t 0 times", "leave out t*0"]),
     ("--pipeline-model-parallel-layout Et*1000000000|L", "", 1, ["repeats t too often: 1000000000 times"]),
     (f"--pipeline-model-parallel-layout Et*{'9' * 5000}|L", "", 1, ["repeats t too often: 999999999999 times"]),
+    # data parallelism
+    (
+        "--overlap-param-gather",
+        "",
+        2,
+        ["--overlap-param-gather", "needs --use-distributed-optimizer and --overlap-grad-reduce"],
+    ),
+    (
+        "--overlap-param-gather --use-distributed-optimizer",
+        "",
+        2,
+        ["--overlap-param-gather", "needs --overlap-grad-reduce", "--overlap-grad-reduce with it"],
+    ),
+    ("--ddp-bucket-size 100", "", 2, ["--ddp-bucket-size 100", "needs --overlap-grad-reduce"]),
+    ("--ddp-num-buckets 4", "", 2, ["--ddp-num-buckets 4", "needs --overlap-grad-reduce"]),
+    (
+        "--overlap-grad-reduce --ddp-num-buckets 4 --ddp-bucket-size 100",
+        "",
+        2,
+        ["--ddp-bucket-size 100", "--ddp-num-buckets 4", "one of the two"],
+    ),
+    ("--overlap-grad-reduce --ddp-bucket-size 0", "", 2, ["--ddp-bucket-size 0", "at least 1"]),
+    (
+        "--ddp-pad-buckets-for-high-nccl-busbw",
+        "",
+        2,
+        ["--ddp-pad-buckets-for-high-nccl-busbw", "needs --use-distributed-optimizer"],
+    ),
+    ("--grad-reduce-in-bf16", "", 2, ["--grad-reduce-in-bf16", "the precision is fp32", "--bf16 with it"]),
+    (
+        "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+        "",
+        2,
+        ["--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16 ask for opposite things"],
+    ),
     # batches
     ("--global-batch-size 18", "", 4, ["--global-batch-size 18", "2 x data-parallel size 4 = 8", "16 or 24"]),
     ("", "--micro-batch-size", 4, ["--micro-batch-size", "must be given"]),

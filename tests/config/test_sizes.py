@@ -108,6 +108,22 @@ def test_the_number_of_processes_is_one_fact(parse: Parse) -> None:
         config.on(4).on(8)
 
 
+@pytest.mark.parametrize(
+    "line, ranks, expected",
+    [
+        ("", 8, None),
+        ("--overlap-grad-reduce", 8, 40_000_000),
+        ("--overlap-grad-reduce", 64, 64_000_000),
+        ("--overlap-grad-reduce --ddp-bucket-size 5000", 8, 5000),
+        ("--overlap-grad-reduce --ddp-num-buckets 7", 8, 14_285_714),
+    ],
+)
+def test_buckets_are_as_large_as_those_of_megatron_lm(
+    line: str, ranks: int, expected: int | None, parse: Parse
+) -> None:
+    assert parse(line).data_parallel.bucket_size(parameters=100_000_000, ranks=ranks) == expected
+
+
 def test_evaluations_of_a_run_are_those_between_iterations_and_the_one_at_its_end() -> None:
     training = TrainingConfig(micro_batch_size=1, eval_interval=10)
     assert [training.evaluations(iterations) for iterations in (9, 10, 25)] == [1, 2, 3]
@@ -116,7 +132,14 @@ def test_evaluations_of_a_run_are_those_between_iterations_and_the_one_at_its_en
 
 @pytest.mark.parametrize(
     "line, expected",
-    [("", 16), ("--bf16", 18), ("--fp64", 32), ("--optimizer sgd", 12), ("--optimizer sgd --sgd-momentum 0", 8)],
+    [
+        ("", 16),
+        ("--bf16", 18),
+        ("--bf16 --grad-reduce-in-bf16", 16),
+        ("--fp64", 32),
+        ("--optimizer sgd", 12),
+        ("--optimizer sgd --sgd-momentum 0", 8),
+    ],
 )
 def test_bytes_of_a_parameter_with_gradient_and_optimizer(line: str, expected: int, parse: Parse) -> None:
     assert parse(line).optimizer.bytes_per_parameter == expected

@@ -17,7 +17,7 @@ BLOCK = re.compile(r"(<!-- rendered: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DO
 
 # Those of published launch scripts that come up most, one or two of each reason.
 _REFUSED = """
---use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce
+--overlap-param-gather-with-optimizer-step --no-align-grad-reduce
 --checkpoint-activations --transformer-impl=transformer_engine --attention-backend=fused --ckpt-format --use-dist-ckpt
 --use-checkpoint-args --async-save --context-parallel-size=2 --num-experts --use-legacy-models
 --deterministic-mode --use-torch-fsdp2 --fp8-format --tp-comm-overlap --profile

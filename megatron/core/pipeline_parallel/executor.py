@@ -22,6 +22,8 @@ from megatron.core.pipeline_parallel.schedule_plan import Action, Kind, Plan, ch
 BatchT = TypeVar("BatchT")
 # The name of a part of the work -> a context that times it
 Timed = Callable[[str], AbstractContextManager[object]]
+# The number of a chunk -> a context around a part of its work
+AroundChunk = Callable[[int], AbstractContextManager[object]]
 # (micro-batch, model chunk, hidden states from the chunk before it) -> hidden states, or sums of loss terms
 ChunkForward = Callable[[BatchT, Any, Tensor | None], Tensor | Mapping[str, Tensor]]
 
@@ -69,6 +71,7 @@ class PipelineExecutor:
         divisors: Sequence[Mapping[str, Tensor]] | None,
         loss_scale: float | Tensor = 1.0,
         forward_only: bool = False,
+        last_backward: AroundChunk = nullcontext,
         timed: Timed = nullcontext,
     ) -> list[dict[str, Tensor]]:
         """Runs this stage's plan, and accumulates gradients in the chunks' parameters unless `forward_only`.
@@ -83,6 +86,7 @@ class PipelineExecutor:
                 is the count over the global batch: nothing is divided later. May be None with `forward_only`.
             loss_scale: what the loss is multiplied with before the backward.
             forward_only: compute no gradients, keep no activations; the plans must have no backward.
+            last_backward: gets the number of a chunk; a context around the last backward pass of it.
             timed: gets "forward-compute", "backward-compute" and "pipeline-wait" around each such part.
 
         Returns:
@@ -106,6 +110,8 @@ class PipelineExecutor:
             divisors=divisors,
             loss_scale=loss_scale,
             forward_only=forward_only,
+            last_backwards={action.chunk: action for action in plans[self._stage] if action.kind is Kind.BACKWARD},
+            last_backward=last_backward,
             timed=timed,
             hidden_shape=communicator.hidden_shape,
             dtype=communicator.dtype,
@@ -141,6 +147,8 @@ class _Walk(Generic[BatchT]):
     divisors: Sequence[Mapping[str, Tensor]] | None
     loss_scale: float | Tensor
     forward_only: bool
+    last_backwards: Mapping[int, Action]
+    last_backward: AroundChunk
     timed: Timed
     hidden_shape: tuple[int, ...]
     dtype: torch.dtype
@@ -211,7 +219,8 @@ class _Walk(Generic[BatchT]):
             gradient = torch.ones_like(output)
         else:
             gradient = self._receive(action)
-        with self.timed("backward-compute"):
+        is_last = action == self.last_backwards[action.chunk]
+        with self.timed("backward-compute"), self.last_backward(action.chunk) if is_last else nullcontext():
             _run_backward(output, gradient)
         if hidden_states is not None:
             assert hidden_states.grad is not None, f"{action} gave its input no gradient"
