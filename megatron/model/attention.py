@@ -15,10 +15,11 @@ from megatron.config.transformer import TransformerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import Init, Piece, even_pieces
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import eagerly
+from megatron.core.tensor_parallel.mappings import apply_eagerly, eagerly
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.core.tensor_parallel.random import DropoutStream, attention_dropout, torch_draws
 from megatron.core.tensor_parallel.recompute import recompute, with_input_again
+from megatron.model.causal_attention import CausalAttention, wins_by_blocks
 from megatron.model.dropout_sites import ATTENTION_WEIGHTS
 from megatron.model.init import output_std
 from megatron.model.norms import Norm
@@ -149,6 +150,8 @@ class SelfAttention(nn.Module):
         if rotary is not None:
             query = apply_rotary(query, rotary, interleaved=self.config.rotary_interleaved)
             key = apply_rotary(key, rotary, interleaved=self.config.rotary_interleaved)
+            if self.q_layernorm is None:  # whose backward needs the whole projection anyway
+                value = value.contiguous()  # a view would keep the unrotated queries and keys, too
         attend = partial(self.attend, mask=mask, dropout=dropout)
         context = recompute(attend, query, key, value) if self.recomputes_core else attend(query, key, value)
         output: Tensor = self.linear_proj(context)  # [s, b, a d/t] -> [s/t or s, b, h]
@@ -223,6 +226,8 @@ def fused_attention(
     Queries [b, a/t, s, d], keys and values [b, g/t, s, d], mask of `attention_mask`; returns [b, a/t, s, d].
     Dropout, if any, draws from torch's generator.
     """
+    if mask is None and dropout_probability == 0.0 and wins_by_blocks(query):
+        return apply_eagerly(CausalAttention, query, key, value)
     groups = query.shape[1] // key.shape[1]
     if mask is not None and groups > 1:
         # On GPUs only the kernels that take no mask know shared keys; with both, torch falls back to explicit weights.
