@@ -109,6 +109,30 @@ class TrainingConfig:
             "the references. tools/doctor.py shows what runs."
         ),
     )
+    gradient_accumulation_fusion: bool = field(
+        default=True,
+        metadata=flag(
+            "Add weight gradients to their wide sum within the product, where torch can.",
+            off="--no-gradient-accumulation-fusion",
+            off_help="Compute each weight gradient by itself, rounded to the precision of the layer, and add it.",
+        ),
+    )
+    bias_swiglu_fusion: bool = field(
+        default=True,
+        metadata=flag(
+            "Compute SwiGLU in a kernel, where there is one.",
+            off="--no-bias-swiglu-fusion",
+            off_help="Compute SwiGLU by its reference in torch, whatever --kernels says.",
+        ),
+    )
+    rope_fusion: bool = field(
+        default=True,
+        metadata=flag(
+            "Rotate queries and keys in a kernel, where there is one.",
+            off="--no-rope-fusion",
+            off_help="Rotate queries and keys by the reference in torch, whatever --kernels says.",
+        ),
+    )
 
     def evaluations(self, train_iters: int) -> int:
         """How often a run of so many iterations is evaluated on the validation data."""

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from megatron.config.arguments import ExtraArgsProvider, parse_arguments
 from megatron.config.megatron_config import MegatronConfig
 from megatron.config.problems import UserError
+from megatron.config.training import TrainingConfig
 from megatron.core import device as devices
 from megatron.core import parallel_state
 from megatron.core.allocator import allocator_library, keep_freed_memory
@@ -336,7 +337,7 @@ def _initialize(
     try:
         backend = devices.choose_backend(parallel.distributed_backend)
         device = devices.choose_device(backend, launch.local_rank, gpu_per_task=launch.gpu_per_task)
-        choose_kernels(KernelChoice(kernels=config.training.kernels), device_type(device))
+        choose_kernels(_kernel_choice(config.training), device_type(device))
     except ValueError as error:
         raise LaunchError(str(error), speaks=launch.local_rank == 0) from error
     nodes, store = ["node0"], None
@@ -394,6 +395,17 @@ def _set_up_cpu(context: MegatronContext) -> None:
         use_fast_products(exact)
         taken = "torch's fast path" if exact else "the default path, as torch's fast one is not exact here"
         context.say(f"fp32 products: {taken} (error {float(worst):.1e}, limit {LARGEST_ERROR:.0e})")
+
+
+def _kernel_choice(config: TrainingConfig) -> KernelChoice:
+    references = {"swiglu": "--no-bias-swiglu-fusion"} if not config.bias_swiglu_fusion else {}
+    if not config.rope_fusion:
+        references["rotary"] = "--no-rope-fusion"
+    return KernelChoice(
+        kernels=config.kernels,
+        references=references,
+        weight_gradients_apart=not config.gradient_accumulation_fusion,
+    )
 
 
 def _join_world(

@@ -167,7 +167,7 @@ def test_accepted_flags_are_said_in_one_line() -> None:
 
 def test_a_just_in_time_compiler_cannot_be_off_and_on() -> None:
     parse_arguments(command_line("--disable-jit-fuser"), say=lambda text: None)
-    with pytest.raises(ConfigError, match="--disable-jit-fuser.*and --torch-compile ask for opposite things"):
+    with pytest.raises(ConfigError, match=r"--disable-jit-fuser.*and --torch-compile ask for opposite things"):
         parse_arguments(command_line("--disable-jit-fuser --torch-compile"), say=lambda text: None)
 
 

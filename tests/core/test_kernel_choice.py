@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.problems import UserError
+from megatron.core import parallel_state
+from megatron.core.comm_group import CommGroup
 from megatron.core.kernels import extension
 from megatron.core.kernels.adam import AdamHyperParameters, HyperSpan, HyperSpans, adamw_reference_
 from megatron.core.kernels.apex import adamw_by_apex_, apex_obstacle
@@ -26,7 +29,10 @@ from megatron.core.kernels.choice import (
     set_kernel_choice,
 )
 from megatron.core.kernels.extension import choose_kernels, compiled_function, describe_kernels, implementation
-from tests.helpers.numerics import assert_parity
+from megatron.core.tensor_parallel.async_linear import parallel_linear
+from megatron.training.initialize import LaunchError, _kernel_choice, initialize_megatron
+from tests.helpers.numerics import assert_bitwise, assert_parity
+from tests.helpers.tiny import TINY_GPT, tiny_config
 
 CPU: DeviceType = "cpu"
 CUDA: DeviceType = "cuda"
@@ -112,6 +118,57 @@ def test_a_flag_can_ask_for_the_reference_of_one_operation(monkeypatch: pytest.M
 def test_what_runs_on_the_host_is_not_asked_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     build(monkeypatch, cuda=False)
     assert implementation(OPERATION_OF["build_blend_index"], "cuda").name == "native"
+
+
+def test_the_flags_of_a_run_choose_its_kernels() -> None:
+    assert _kernel_choice(tiny_config().training) == KernelChoice()
+    assert _kernel_choice(tiny_config("--kernels", "native").training) == KernelChoice(kernels="native")
+    unfused = ("--no-rope-fusion", "--no-bias-swiglu-fusion", "--no-gradient-accumulation-fusion")
+    assert _kernel_choice(tiny_config(*unfused).training) == KernelChoice(
+        references={"rotary": "--no-rope-fusion", "swiglu": "--no-bias-swiglu-fusion"}, weight_gradients_apart=True
+    )
+
+
+def test_a_run_is_refused_before_it_has_groups() -> None:
+    with pytest.raises(LaunchError, match="--kernels apex: the kernels of NVIDIA Apex run on GPUs"):
+        initialize_megatron([*TINY_GPT, "--kernels", "apex"])
+    with pytest.raises(RuntimeError, match="model parallel groups do not exist"):
+        parallel_state.get_parallel_state()
+
+
+class Products(TorchDispatchMode):
+    """The products that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in function.__name__:
+            self.names.append(function.__name__.partition(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_weight_gradient_can_be_computed_apart_from_its_sum() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    sums = []
+    for apart, product in ((False, "addmm_"), (True, "mm")):
+        set_kernel_choice(KernelChoice(weight_gradients_apart=apart))
+        weight.main_grad = torch.ones(3, 2)  # type: ignore[attr-defined]
+        y = parallel_linear(
+            torch.ones(5, 1, 2),
+            weight,
+            None,
+            group=CommGroup.single("tensor"),
+            sequence_parallel=False,
+            input_gradient_reduce=False,
+        )
+        with Products() as products:
+            y.sum().backward()
+        assert products.names == [product]
+        sums.append(weight.main_grad)  # type: ignore[attr-defined]
+    assert_bitwise(sums[0], torch.full((3, 2), 6.0))
+    assert_bitwise(sums[1], sums[0])
 
 
 # ---- native ----

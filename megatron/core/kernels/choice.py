@@ -79,10 +79,12 @@ class KernelChoice:
         kernels: "native" are those of the compiled module, "auto" too where it has them; "apex" takes those of NVIDIA
             Apex for what it has, and is "auto" for the rest; "torch" are the references.
         references: operations whose reference runs in any case, each with the flag that says so.
+        weight_gradients_apart: weight gradients are computed by themselves before they are added to their wide sum.
     """
 
     kernels: Kernels = "auto"
     references: Mapping[str, str] = field(default_factory=dict)
+    weight_gradients_apart: bool = False
 
 
 _chosen = KernelChoice()

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import all_gather, all_gather_async, all_reduce_, reduce_scatter_async
 from megatron.core.comm_group import CommGroup
+from megatron.core.kernels.choice import kernel_choice
 from megatron.core.tensor_parallel.mappings import apply_eagerly
 
 
@@ -31,7 +32,9 @@ def main_grad_if_any(parameter: Tensor) -> Tensor | None:
 
 def accumulate_weight_gradient(main_grad: Tensor, gradient: Tensor, x: Tensor) -> None:
     """main_grad += gradient^T x, for gradient [n, out] and x [n, in]."""
-    if main_grad.dtype == x.dtype:
+    if kernel_choice().weight_gradients_apart:
+        main_grad.add_(gradient.t().mm(x))
+    elif main_grad.dtype == x.dtype:
         main_grad.addmm_(gradient.t(), x)
     elif x.is_cpu:
         # Torch has no wide product of narrow operands for CPUs: this one is rounded, once in each micro-batch. To widen
