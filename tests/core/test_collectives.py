@@ -32,6 +32,34 @@ def check_values(rank: int, world_size: int) -> None:
     assert collectives.all_gather_object({"rank": rank}, group) == [{"rank": other} for other in range(world_size)]
 
 
+def check_in_place(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """Input and output are one memory: each slice is that of the reduction of the whole, to the bit."""
+    group = world_group(rank, world_size)
+    everyone = [
+        torch.randn(world_size * 192, generator=torch.Generator().manual_seed(other)).to(dtype)
+        for other in range(world_size)
+    ]
+    for op in ("sum", "mean"):
+        for async_op in (False, True):
+            whole, sliced = everyone[rank].clone(), everyone[rank].clone()
+            collectives.all_reduce_(whole, group, op)
+            work = collectives.reduce_scatter_(sliced, group, op, async_op=async_op)
+            if work is not None:
+                work.wait()
+            mine = collectives.slice_of(sliced, group)
+            assert torch.equal(mine, collectives.slice_of(whole, group))
+            work = collectives.all_gather_(sliced, group, async_op=async_op)
+            if work is not None:
+                work.wait()
+            assert torch.equal(sliced, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_slices_are_reduced_and_gathered_in_place(dtype: torch.dtype) -> None:
+    for world_size in (1, 2, 3):
+        run_distributed(check_in_place, world_size, dtype)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_values(world_size: int) -> None:
     run_distributed(check_values, world_size)

@@ -14,7 +14,7 @@ from megatron.core import collectives
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads, non_finite_gradients
-from megatron.core.distributed.grad_buffer import main_grad_of
+from megatron.core.distributed.grad_buffer import Bucket, main_grad_of
 from megatron.core.shard import Init, Shard, set_shard, shard_of, whole_pieces
 from megatron.optimizer.adam import AdamW
 from megatron.optimizer.sgd import SGD
@@ -42,6 +42,10 @@ LAYOUTS = [
     Layout(tensor=2, query_groups=1, data=2),
     Layout(tensor=2, query_groups=1, pipeline=2),
     Layout(tensor=2, query_groups=1, pipeline=2, data=2),
+    Layout(data=2, sharded=True),
+    Layout(data=3, query_groups=1, sharded=True),
+    Layout(pipeline=2, data=3, sharded=True),
+    Layout(tensor=2, query_groups=1, pipeline=2, data=2, sharded=True),
 ]
 
 
@@ -71,12 +75,18 @@ def reference_run(query_groups: int) -> tuple[Arrays, Arrays, list[float]]:
     return {name: parameter.detach().numpy() for name, parameter in parameters.items()}, moments, norms
 
 
+def gathered(bucket: Bucket) -> Tensor:
+    """The reduced gradients of all slices."""
+    return collectives.all_gather(bucket.slice_of(bucket.gradients), bucket.data_group)
+
+
 def check_steps(
     rank: int, world_size: int, layout: Layout, parameters: Arrays, moments: Arrays, norms: list[float]
 ) -> None:
     state = toy_shards.state_of(layout, rank)
     chunk = toy_shards.build_chunk(layout, state)
-    optimizer = optimizer_of([chunk], AdamW(), clip_grad=CLIP, model_group=state.model, count_zeros=True)
+    model = state.world if layout.sharded else state.model
+    optimizer = optimizer_of([chunk], AdamW(), clip_grad=CLIP, model_group=model, count_zeros=True)
     optimizer.set_schedule(LR, DECAY)
 
     def assert_my_part(parameter: nn.Parameter, local: Tensor, whole: Tensor, what: str) -> None:
@@ -88,6 +98,8 @@ def check_steps(
         chunk.zero_grad_buffer()
         toy_shards.set_raw_gradients(chunk, state, step)
         finalize_model_grads([chunk], tensor=state.tensor, embedding=state.embedding)
+        for bucket in chunk.buckets if layout.sharded else ():
+            bucket.gradients.copy_(gathered(bucket))
         truth = toy_shards.true_gradients(layout, step)
         for parameter in chunk.trainable_parameters():
             assert_my_part(parameter, main_grad_of(parameter), truth[shard_of(parameter).name], "gradient")
@@ -100,9 +112,9 @@ def check_steps(
     for parameter in chunk.trainable_parameters():
         whole = torch.from_numpy(parameters[shard_of(parameter).name])
         assert_my_part(parameter, parameter.data, whole, "value")
-    named = [(n.shard, n.tensor) for n in optimizer.named_state() if n.key.startswith("optimizer.exp_avg.")]
+    named = [each for each in optimizer.named_state() if each.key.startswith("optimizer.exp_avg.")]
     expected = {name: torch.from_numpy(moment) for name, moment in moments.items()}
-    assert_all_parity(toy_shards.assemble(named, state), expected)
+    assert_all_parity(toy_shards.assemble(named, model), expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.label)

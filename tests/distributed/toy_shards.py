@@ -6,18 +6,21 @@ Every rank gets hand-made local gradients that are its part of the truth; the tr
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpointing.slices import held_parts
 from megatron.core import collectives
 from megatron.core.comm_group import CommGroup
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.grad_buffer import main_grad_of
 from megatron.core.parallel_state import ParallelState, build_parallel_state, grid_of_world
 from megatron.core.shard import (
     Init,
+    NamedTensor,
     Piece,
     Shard,
     blocked_pieces,
@@ -37,6 +40,7 @@ class Layout:
     data: int = 1
     query_groups: int = 2
     tied: bool = True
+    sharded: bool = False
 
     @property
     def world_size(self) -> int:
@@ -44,7 +48,8 @@ class Layout:
 
     def label(self) -> str:
         tied = "" if self.tied else "-untied"
-        return f"tp{self.tensor}-pp{self.pipeline}-dp{self.data}-g{self.query_groups}{tied}"
+        sharded = "-sharded" if self.sharded else ""
+        return f"tp{self.tensor}-pp{self.pipeline}-dp{self.data}-g{self.query_groups}{tied}{sharded}"
 
 
 def state_of(layout: Layout, rank: int) -> ParallelState:
@@ -135,7 +140,8 @@ def build_chunk(layout: Layout, state: ParallelState) -> DistributedDataParallel
         parameter = nn.Parameter(values)
         set_shard(parameter, shard)
         module.register_parameter(attribute, parameter)
-    return DistributedDataParallel(module, data_group=state.data, grad_dtype=torch.float64)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=layout.sharded)
+    return DistributedDataParallel(module, data_group=state.data, grad_dtype=torch.float64, config=config)
 
 
 def set_raw_gradients(chunk: DistributedDataParallel, state: ParallelState, step: int) -> None:
@@ -167,26 +173,21 @@ def global_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     return {shard.name: shard.global_shape for shard, _ in shards.values()}
 
 
-def assemble(named: list[tuple[Shard, Tensor]], state: ParallelState) -> dict[str, Tensor]:
-    """Global tensors from the owned pieces of all ranks of the model, of which each element must have one."""
+def assemble(named: Iterable[NamedTensor], group: CommGroup) -> dict[str, Tensor]:
+    """Global tensors from the owned parts of all ranks of a group, of which each element must have one."""
     parts = [
-        (
-            shard.name,
-            shard.global_shape,
-            shard.split_dim,
-            piece,
-            tensor.narrow(shard.split_dim, piece.local, piece.length).clone(),
-        )
-        for shard, tensor in named
-        for piece in shard.owned_pieces()
+        (each.shard.name, each.shard.global_shape, part.placed.index, part.values.clone())
+        for each in named
+        for part in held_parts(each)
+        if part.owned
     ]
     whole: dict[str, Tensor] = {}
     count: dict[str, Tensor] = {}
-    for rank_parts in collectives.all_gather_object(parts, state.model):
-        for name, shape, dim, piece, part in rank_parts:
-            whole.setdefault(name, torch.zeros(shape, dtype=part.dtype))
+    for rank_parts in collectives.all_gather_object(parts, group):
+        for name, shape, index, values in rank_parts:
+            whole.setdefault(name, torch.zeros(shape, dtype=values.dtype))
             count.setdefault(name, torch.zeros(shape))
-            whole[name].narrow(dim, piece.start, piece.length).copy_(part)
-            count[name].narrow(dim, piece.start, piece.length).add_(1)
+            whole[name][index] = values
+            count[name][index] += 1
     assert all(bool((number == 1).all()) for number in count.values()), "an element is owned never or twice"
     return whole

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.megatron_config import MegatronConfig
+from megatron.core.collectives import all_gather_
 from megatron.core.distributed.grad_buffer import main_grad_of
 from megatron.core.parallel_state import build_parallel_state, grid_of_world
 from megatron.core.shard import Shard, shard_of
@@ -92,6 +93,11 @@ class StepResult:
 
 
 def local_parts(run: Run, *, gradients: bool) -> dict[str, LocalPart]:
+    """What this rank holds; a collective over data-parallel ranks that each have a slice."""
+    for bucket in (bucket for chunk in run.chunks for bucket in chunk.buckets):
+        bucket.finish_gather()
+        if gradients and bucket.sharded:
+            all_gather_(bucket.gradients, bucket.data_group)
     parts = {}
     for chunk in run.chunks:
         for parameter in chunk.module.parameters():

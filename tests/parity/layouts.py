@@ -10,6 +10,15 @@ from typing import Any
 
 NUM_HEADS = 24
 
+# How gradients are reduced and weights updated; in buckets so small that each chunk has several.
+_DISTRIBUTED, _OVERLAP = ("--use-distributed-optimizer",), ("--overlap-grad-reduce", "--ddp-bucket-size", "5000")
+DATA_PARALLELISM: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "zero": _DISTRIBUTED,
+    "overlap": (*_OVERLAP, "--ddp-average-in-collective"),
+    "zero-overlap": (*_DISTRIBUTED, *_OVERLAP, "--overlap-param-gather"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -28,6 +37,7 @@ class Case:
     micro_batch: int
     flavour: str
     order: str
+    data: str
 
     @property
     def world_size(self) -> int:
@@ -41,6 +51,7 @@ class Case:
             and not (self.sequence_parallel and self.tp == 1)
             and not (self.vpp > 1 and (self.pp == 1 or self.schedule == "gpipe"))
             and not (self.schedule == "gpipe" and self.pp == 1)
+            and not (self.data != "plain" and self.dp == 1)
             and not (self.order == "tp-pp-dp" and (self.pp == 1 or self.dp == 1))
             and (self.layers == 9) == (self.pp * self.vpp >= 6)
         )
@@ -76,6 +87,7 @@ class Case:
             arguments += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
         if self.schedule == "gpipe":
             arguments += ["--pipeline-schedule", "gpipe"]
+        arguments += DATA_PARALLELISM[self.data]
         if self.order == "tp-pp-dp":
             arguments.append("--use-tp-pp-dp-mapping")
         return tuple(arguments)
@@ -85,6 +97,7 @@ class Case:
         parts += [f"vpp{self.vpp}"] if self.vpp > 1 else []
         parts += ["sp"] if self.sequence_parallel else []
         parts += ["gpipe"] if self.schedule == "gpipe" else []
+        parts += [self.data] if self.data != "plain" else []
         parts += ["order"] if self.order == "tp-pp-dp" else []
         parts += [self.flavour, "tied" if self.tied else "untied", f"g{self.groups}", f"l{self.layers}"]
         parts += ["dropout"] if self.dropout else []
@@ -105,6 +118,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "micro_batch": (1, 2),
     "flavour": ("gpt", "llama"),
     "order": ("tp-pp", "tp-pp-dp"),
+    "data": tuple(DATA_PARALLELISM),
 }
 
 
@@ -116,7 +130,8 @@ def all_cases() -> Iterable[Case]:
 
 
 def every_layout() -> list[Case]:
-    """Every layout, each with one model: the properties of the model are drawn, so that all meet all parts of layouts.
+    """Every layout, each with one model: the properties of the model, and how gradients are reduced, are drawn, so that
+    all meet all parts of layouts.
 
     The full product with the models would repeat layouts a hundred times over.
     """

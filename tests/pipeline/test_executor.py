@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -106,6 +107,42 @@ def every_plan(num_stages: int, num_chunks: int) -> Iterator[tuple[str, Plan, in
         for schedule in ("1f1b", "gpipe") if num_chunks == 1 else ("1f1b",):
             plans = build_plan(schedule, num_stages=num_stages, num_chunks=num_chunks, num_microbatches=num)
             yield f"{schedule}, {num_stages} stages, {num_chunks} chunks, {num} micro-batches", plans, num
+
+
+def watch_last_backwards(rank: int, world_size: int, num_chunks: int) -> None:
+    layout = toy.layout_for(world_size, num_chunks, world_size * num_chunks)
+    executor, chunks = make_executor(one_pipeline(rank, world_size), layout)
+    done = [0] * num_chunks
+
+    def count(chunk: int) -> None:
+        done[chunk] += 1
+
+    for i, chunk in enumerate(chunks):
+        next(chunk.parameters()).register_post_accumulate_grad_hook(lambda parameter, i=i: count(i))
+    for what, plans, num in every_plan(world_size, num_chunks):
+        done[:] = [0] * num_chunks
+        seen: list[int] = []
+
+        @contextmanager
+        def last_backward(chunk: int, num: int = num, what: str = what, seen: list[int] = seen) -> Iterator[None]:
+            assert done[chunk] == num - 1, what
+            yield
+            assert done[chunk] == num, what
+            seen.append(chunk)
+
+        executor.run(
+            plans,
+            toy.microbatches(num),
+            toy.instrumented(toy.Instruments()),
+            divisors=toy.divisors(num),
+            last_backward=last_backward,
+        )
+        assert sorted(seen) == list(range(num_chunks)), what
+
+
+@pytest.mark.parametrize("num_stages, num_chunks", [(2, 1), (2, 2), (3, 2)])
+def test_the_last_backward_of_each_chunk_is_announced(num_stages: int, num_chunks: int) -> None:
+    run_distributed(watch_last_backwards, num_stages, num_chunks)
 
 
 def train_every_plan(rank: int, world_size: int, num_chunks: int) -> None:
