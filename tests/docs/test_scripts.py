@@ -12,7 +12,7 @@ from tests.docs.commands import check_batch_script, check_command, check_torchru
 from tests.docs.render import ROOT
 
 EXAMPLES = ROOT / "examples"
-SCRIPTS = sorted([*ROOT.glob("**/examples/**/*.s*"), *(ROOT / "tools").glob("*.sh"), ROOT / ".ci" / "run"])
+SCRIPTS = sorted([*ROOT.glob("**/examples/**/*.s*"), *(ROOT / "tools").glob("**/*.sh"), ROOT / ".ci" / "run"])
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
