@@ -133,14 +133,16 @@ def local_part(shard: Shard, local_shape: tuple[int, ...], whole: Tensor) -> Ten
     return local
 
 
-def build_chunk(layout: Layout, state: ParallelState) -> DistributedDataParallel:
+def build_chunk(
+    layout: Layout, state: ParallelState, config: DistributedDataParallelConfig | None = None
+) -> DistributedDataParallel:
     module = nn.Module()
     for attribute, (shard, local_shape) in shards_of_stage(layout, state).items():
         values = local_part(shard, local_shape, global_tensor("parameter", shard.global_shape, shard.name))
         parameter = nn.Parameter(values)
         set_shard(parameter, shard)
         module.register_parameter(attribute, parameter)
-    config = DistributedDataParallelConfig(use_distributed_optimizer=layout.sharded)
+    config = config or DistributedDataParallelConfig(use_distributed_optimizer=layout.sharded)
     return DistributedDataParallel(module, data_group=state.data, grad_dtype=torch.float64, config=config)
 
 
