@@ -25,6 +25,10 @@ class LoggingConfig:
         metadata=flag("Report TFLOP/s.", off_help="Leave TFLOP/s out of the log line; tokens/s stay in it."),
     )
     log_params_norm: bool = field(default=False, metadata=flag("Report the norm of the parameters."))
+    log_memory: bool = field(
+        default=False,
+        metadata=flag("Report the memory of each pipeline stage: predicted, and measured in the second iteration."),
+    )
     log_num_zeros_in_grad: bool = field(default=False, metadata=flag("Report zeros in the gradient."))
     timing_log_level: int = field(
         default=0,

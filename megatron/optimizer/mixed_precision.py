@@ -87,6 +87,10 @@ class MainParameters:
             )
         )
 
+    def lasting_tensors(self) -> list[Tensor]:
+        """What is in memory as long as the run: the main parameters, which may be the model's, and the state."""
+        return [self.main, *self.state.values()]
+
     def named_main(self) -> Iterator[NamedTensor]:
         """The main parameters, as the weights of the model."""
         return self._named("model", self.main)

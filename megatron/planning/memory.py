@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
-
-import torch
 
 from megatron.config.megatron_config import MegatronConfig
 from megatron.config.pipeline_layout import PipelineLayout, StageLayout, pipeline_layout
 from megatron.config.transformer import TransformerConfig
-from megatron.core.comm_group import CommGroup
 from megatron.core.pipeline_parallel.schedule_plan import Kind, StagePlan, build_plan
-from megatron.core.tensor_parallel.placement import Placement
-from megatron.model.gpt_model import GPTModel
 from megatron.planning.activations import chunk_bytes, recomputed_bytes
 
 
@@ -41,7 +35,7 @@ class StageMemory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def predict_memory(config: MegatronConfig, *, vocab_size: int, padded_vocab_size: int) -> tuple[StageMemory, ...]:
+def predict_memory(config: MegatronConfig, *, padded_vocab_size: int) -> tuple[StageMemory, ...]:
     """What each stage needs on its first tensor-parallel rank.
 
     Args:
@@ -59,7 +53,12 @@ def predict_memory(config: MegatronConfig, *, vocab_size: int, padded_vocab_size
     for stage, plan in enumerate(plans):
         chunks = layout.stage(stage)
         elements = sum(
-            _elements(config.model, chunk, config.parallel.tensor_model_parallel_size, vocab_size, padded_vocab_size)
+            elements_of_chunk(
+                config.model,
+                chunk,
+                tensor_parallel_size=config.parallel.tensor_model_parallel_size,
+                padded_vocab_size=padded_vocab_size,
+            )
             for chunk in chunks
         )
         stages.append(
@@ -95,14 +94,60 @@ def peak_of_plan(plan: StagePlan, bytes_of_chunk: Sequence[int]) -> int:
     return peak
 
 
-@lru_cache(maxsize=256)
-def _elements(
-    model: TransformerConfig, stage: StageLayout, tensor: int, vocab_size: int, padded_vocab_size: int
+def elements_of_chunk(
+    model: TransformerConfig, stage: StageLayout, *, tensor_parallel_size: int, padded_vocab_size: int
 ) -> int:
-    """Elements of a chunk's parameters on a rank: of the chunk itself, built without memory."""
-    group = CommGroup(name="tensor", ranks=tuple(range(tensor)), rank=0, process_group=None)
-    placement = Placement(group=group, sequence_parallel=False, dtype=torch.float32, device=torch.device("meta"))
-    chunk = GPTModel(
-        model, stage=stage, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size, placement=placement
-    )
-    return sum(parameter.numel() for parameter in chunk.parameters())
+    """Elements of a chunk's parameters on a rank, with padding, keys and values that other ranks hold too, and copies
+    of a tied embedding."""
+    t, hidden = tensor_parallel_size, model.hidden_size
+    norm = 1 if model.normalization == "RMSNorm" else 2
+    queries, groups = model.query_size // t, max(1, model.query_groups // t)
+    projection, fc1, fc2 = queries + 2 * groups * model.head_dim, model.fc1_size // t, model.ffn_size // t
+    layer = hidden * (projection + queries + fc1 + fc2) + 2 * norm * hidden
+    if model.add_bias_linear:
+        layer += projection + fc1 + 2 * hidden
+    elif model.add_qkv_bias:
+        layer += projection
+    if model.qk_layernorm:
+        layer += 2 * norm * model.head_dim
+    words = padded_vocab_size // t * hidden
+    elements = len(stage.layers) * layer
+    if stage.has_embedding:
+        elements += words
+        if model.position_embedding_type == "learned_absolute":
+            elements += (model.max_position_embeddings or 0) * hidden
+    if stage.has_output:
+        shared = model.tied_embeddings and stage.has_embedding
+        elements += norm * hidden + (0 if shared else words)
+    return elements
+
+
+def memory_table(predicted: Sequence[StageMemory] | None, measured: Sequence[StageMemory] | None = None) -> str:
+    """A line for each stage, in MB: what is predicted, what was measured, and by how much that is more.
+
+    What a backward computes again is predicted only: it is in memory for a moment, and in no saved tensor.
+    """
+    names = [field.name for field in fields(StageMemory)]
+    rows = [["stage", *names, "total"]]
+    for stage in range(len(predicted or measured or ())):
+        row = [str(stage)]
+        for name in (*names, "total"):
+            wanted = None if predicted is None else getattr(predicted[stage], name)
+            found = None if measured is None else getattr(measured[stage], name)
+            if name == "recomputed":
+                found = None
+            elif name == "total" and wanted is not None and predicted is not None:
+                wanted -= predicted[stage].recomputed if found is not None else 0
+            row.append(_cell(wanted, found))
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
+
+
+def _cell(predicted: int | None, measured: int | None) -> str:
+    if measured is None:
+        return "-" if predicted is None else f"{predicted / 1e6:,.1f}"
+    if predicted is None:
+        return f"{measured / 1e6:,.1f}"
+    more = f" ({measured / predicted - 1:+.1%})" if predicted else ""
+    return f"{predicted / 1e6:,.1f} -> {measured / 1e6:,.1f}{more}"

@@ -74,7 +74,7 @@ def cheapest_that_fit(config: MegatronConfig, *, vocab_size: int, available: int
 
 
 def _largest_stage(config: MegatronConfig, vocab_size: int) -> int:
-    stages = predict_memory(config, vocab_size=vocab_size, padded_vocab_size=config.padded_vocab_size(vocab_size))
+    stages = predict_memory(config, padded_vocab_size=config.padded_vocab_size(vocab_size))
     return max(stage.total for stage in stages)
 
 

@@ -16,6 +16,7 @@ from megatron.training.checkpoints import load_run, open_checkpoint, progress_of
 from megatron.training.data_loaders import DatasetsProvider, build_loaders
 from megatron.training.hooks import Evaluation, Exits, Saving, StopOnNaN
 from megatron.training.initialize import MegatronContext, initialize_megatron
+from megatron.training.memory import MemoryAccount, explaining_out_of_memory
 from megatron.training.microbatches import BatchSizeSchedule
 from megatron.training.reports import JsonLog, LogLine, MemoryReport, TensorBoard
 from megatron.training.run import ForwardStep, Hook, Run
@@ -60,6 +61,7 @@ def pretrain(
         CheckpointError: what `--load` names cannot be loaded, or `--save` cannot be written.
         UserError: the tokenizer, the data or the layout is not what the configuration says.
         NonFiniteError: a loss or gradient norm was not finite.
+        OutOfMemory: an allocation failed on this rank.
 
         Without a context each of these ends the program with exit code 2 and the reason, printed once.
     """
@@ -79,8 +81,10 @@ def _pretrain(
     model_provider: ModelProvider,
     forward_step: ForwardStep,
 ) -> Run:
-    run = build_run(context, datasets_provider, model_provider, forward_step)
-    train(run)
+    with explaining_out_of_memory(context, lambda: "while it was set up"):
+        run = build_run(context, datasets_provider, model_provider, forward_step)
+    with explaining_out_of_memory(context, lambda: f"in iteration {run.progress.iteration + 1}"):
+        train(run)
     barrier(context.state.world)
     return run
 
@@ -173,6 +177,8 @@ def build_hooks(context: MegatronContext, save_folder: SaveFolder | None) -> lis
     """
     training, logging = context.config.training, context.config.logging
     hooks: list[Hook] = [LogLine(logging), MemoryReport()]
+    if logging.log_memory:
+        hooks.append(MemoryAccount())
     if logging.log_json is not None:
         hooks.append(JsonLog(Path(logging.log_json)))
     if logging.tensorboard_dir is not None:

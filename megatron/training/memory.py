@@ -1,0 +1,148 @@
+"""The memory of a run: `--log-memory`, and what is said when there is not enough of it."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megatron.config.megatron_config import MegatronConfig
+from megatron.config.problems import UserError
+from megatron.core.collectives import all_gather_object
+from megatron.model.gpt_model import GPTModel
+from megatron.planning.memory import StageMemory, memory_table, predict_memory
+from megatron.planning.options import cheapest_that_fit
+from megatron.planning.saved_tensors import SavedBytes
+from megatron.training.initialize import MegatronContext
+from megatron.training.metrics import StepReport
+from megatron.training.run import Hook, Run
+from megatron.training.setup import build_vocabulary, implied_parameter_count
+
+
+class MemoryAccount(Hook):
+    """What each pipeline stage needs, predicted at the start and measured in the second iteration of this process.
+
+    By then all lasting tensors exist. Of each stage the rank is measured that shares a pipeline with the one that
+    speaks; others differ by nothing but which ends of the vocabulary they hold.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self.saved: SavedBytes | None = None
+
+    def on_start(self, run: Run) -> None:
+        predicted = predicted_memory(run)
+        if predicted is not None:
+            run.say(f"memory of a rank of each stage, predicted (MB):\n{memory_table(predicted)}")
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        self._steps += 1
+        if self._steps == 1:
+            lasting = [parameter for chunk in run.chunks for parameter in chunk.module.parameters()]
+            self.saved = SavedBytes(lasting)
+            self.saved.__enter__()
+        elif self.saved is not None:
+            mine = measured_memory(run, self.saved.peak)
+            self.close()
+            stages = all_gather_object(mine, run.state.pipeline)
+            table = memory_table(predicted_memory(run), stages)
+            title = f"memory of a rank of each stage, predicted -> measured in iteration {report.iteration} (MB)"
+            run.say(f"{title}:\n{table}")
+
+    def close(self) -> None:
+        if self.saved is not None:
+            self.saved.__exit__(None, None, None)
+            self.saved = None
+
+
+def predicted_memory(run: Run) -> tuple[StageMemory, ...] | None:
+    """The account of the run's model; None for a user's own, of which the formulas know nothing."""
+    model = run.chunks[0].module
+    if not isinstance(model, GPTModel) or implied_parameter_count(model) is None:
+        return None
+    return predict_memory(run.config, padded_vocab_size=model.padded_vocab_size)
+
+
+def measured_memory(run: Run, activations: int) -> StageMemory:
+    """What this rank holds.
+
+    Args:
+        activations: the most that autograd kept at once.
+    """
+    buffers = [buffer for chunk in run.chunks for buffer in chunk.grad_buffers]
+    parameters = [buffer.parameters for buffer in buffers]
+    state = [tensor for part in run.optimizer.parts for tensor in part.lasting_tensors()]
+    return StageMemory(
+        parameters=_bytes(parameters),
+        gradients=_bytes(buffer.gradients for buffer in buffers),
+        optimizer=_bytes([*parameters, *state]) - _bytes(parameters),
+        activations=activations,
+    )
+
+
+def _bytes(tensors: Iterator[Tensor] | Sequence[Tensor]) -> int:
+    """Of the storages, each once."""
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+class OutOfMemory(UserError):
+    """A rank could not allocate what it needs; the text has the account and what would make it fit."""
+
+
+@contextmanager
+def explaining_out_of_memory(context: MegatronContext, when: Callable[[], str]) -> Iterator[None]:
+    """Say, of an allocation that fails inside the block, what needs the memory and what would spare enough of it.
+
+    Args:
+        when: when it was, in words.
+
+    Raises:
+        OutOfMemory: on the rank that has run out; the launcher ends the others.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        advice = out_of_memory_advice(context.config, bytes_for_a_rank(context))
+        raise OutOfMemory(f"rank {context.state.rank} ran out of memory {when()}: {first_line}\n{advice}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Torch has an exception for GPUs; on CPUs its allocator raises a RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def out_of_memory_advice(config: MegatronConfig, available: int) -> str:
+    """The account of the configuration, and the three cheapest changes that need no more than `available` bytes."""
+    vocabulary = build_vocabulary(config)
+    predicted = predict_memory(config, padded_vocab_size=vocabulary.padded_size)
+    largest = max(stage.total for stage in predicted)
+    # Less than what has just not fitted, also where the account knows of too little: temporaries, fragments, others.
+    enough = min(available, int(0.9 * largest))
+    options = cheapest_that_fit(config, vocab_size=vocabulary.size, available=enough)
+    fits = bool(options) and options[0].bytes <= enough
+    lines = [
+        f"What the GPT of these flags needs on a rank of each stage, predicted (MB), of {available / 1e6:,.0f} MB:",
+        memory_table(predicted),
+        "The cheapest changes that would fit:" if fits else "No two changes make it fit; those that spare most:",
+        *(f"  {number}. {option}" for number, option in enumerate(options, start=1)),
+    ]
+    return "\n".join(lines if options else lines[:2])
+
+
+def bytes_for_a_rank(context: MegatronContext) -> int:
+    """Memory of its GPU, or a rank's share of that of its node, or what the shell allows a process."""
+    if context.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(context.device)[1])
+    nodes = context.state.nodes
+    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // nodes.count(nodes[context.state.rank])
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return share if allowed == resource.RLIM_INFINITY else min(share, allowed)

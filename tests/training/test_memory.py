@@ -1,0 +1,130 @@
+"""`--log-memory`, and what is said by a run that does not fit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron.planning.memory import StageMemory
+from megatron.planning.saved_tensors import SavedBytes
+from megatron.training.memory import (
+    MemoryAccount,
+    is_out_of_memory,
+    measured_memory,
+    out_of_memory_advice,
+    predicted_memory,
+)
+from megatron.training.train_step import train_step
+from tests.helpers.distributed import run_distributed
+from tests.helpers.tiny import tiny_config, tiny_run
+from tests.training.runs import trained
+
+# Documents' masks are left out: the account has them, and each sample of the tiny data ends in padding of its own.
+BF16 = ("--bf16", "--no-reset-attention-mask", "--log-memory")
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "pp2-vpp2": (2, ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")),
+    "tp2-sp": (2, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "sharded": (2, ("--use-distributed-optimizer",)),
+}
+
+
+def _account(rank: int, world_size: int, *arguments: str) -> tuple[StageMemory, StageMemory]:
+    """Predicted and measured, of this rank's stage."""
+    run = tiny_run(rank, world_size, *BF16, *arguments)
+    parameters = [parameter for chunk in run.chunks for parameter in chunk.module.parameters()]
+    with SavedBytes(parameters) as saved:
+        train_step(run)
+    assert saved.bytes == 0
+    predicted = predicted_memory(run)
+    assert predicted is not None
+    return predicted[run.state.pipeline.rank], measured_memory(run, saved.peak)
+
+
+@pytest.mark.parametrize("recomputed", [(), FULL], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_account_of_each_stage_is_what_it_holds(layout: str, recomputed: tuple[str, ...]) -> None:
+    ranks, arguments = LAYOUTS[layout]
+    for predicted, measured in run_distributed(_account, ranks, *arguments, *recomputed):
+        # Parameters begin on multiples of 64 elements, which of tiny ones is much.
+        for name in ("parameters", "gradients", "optimizer"):
+            assert getattr(measured, name) == pytest.approx(getattr(predicted, name), rel=0.1), name
+        assert measured.activations == pytest.approx(predicted.activations, rel=0.1)
+
+
+def test_an_allocation_that_fails_is_told_from_other_errors() -> None:
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_the_cheapest_changes_that_fit_come_first() -> None:
+    arguments = ("--micro-batch-size", "2", "--global-batch-size", "16", "--attention-dropout", "0.1")
+    config = tiny_config(*arguments, world_size=4)
+    advice = out_of_memory_advice(config, available=10**9)
+    assert "--use-distributed-optimizer: " in advice.splitlines()[4]
+    costs = [int(cost) for cost in re.findall(r"about \+(\d+)% time", advice)]
+    assert costs == sorted(costs)
+    assert len(re.findall(r"^  \d\. --", advice, re.MULTILINE)) == 3
+
+
+def test_a_run_that_nothing_makes_fit_is_told_what_spares_most() -> None:
+    advice = out_of_memory_advice(tiny_config(world_size=1), available=1000)
+    assert "No two changes make it fit" in advice
+    assert "--recompute-granularity full" in advice
+
+
+PROGRAM = """
+import resource, sys
+import torch
+from megatron.training.initialize import initialize_megatron
+from megatron.training.gpt import gpt_datasets, gpt_model
+from megatron.training.pretrain import pretrain
+from pretrain_gpt import forward_step
+limit = int(sys.argv.pop(1))
+def limited(*arguments):
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return gpt_model(*arguments)
+pretrain(gpt_datasets, limited, forward_step)
+"""
+
+
+def test_a_run_without_enough_memory_says_what_it_needs_and_what_would_fit() -> None:
+    limit = 24 * 10**9
+    flags = [
+        *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "16384"),
+        *("--max-position-embeddings", "16384", "--micro-batch-size", "16", "--train-iters", "1", "--lr", "1e-3"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "250", "--mock-data", "--eval-iters", "0"),
+        *("--hidden-dropout", "0", "--num-workers", "0"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(limit), *flags], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "rank 0 ran out of memory in iteration 1: " in done.stderr
+    assert "activations" in done.stderr
+    assert "--recompute-" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_account_is_printed_at_the_start_and_measured_in_the_second_iteration(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trained("--log-memory", "--train-iters", "3")
+    text = capsys.readouterr().out
+    assert text.count("predicted (MB):") == 1
+    assert text.count("predicted -> measured in iteration 2 (MB):") == 1
+    assert re.search(r"\n +0  +0\.5 -> 0\.5 ", text)
+
+
+def test_a_run_that_ends_before_its_second_iteration_stops_counting() -> None:
+    run, _ = trained("--log-memory", "--train-iters", "1")
+    (account,) = [hook for hook in run.hooks if isinstance(hook, MemoryAccount)]
+    assert account.saved is None
