@@ -86,14 +86,21 @@ def test_the_table_has_every_row_and_says_what_failed(measurements: dict[str, An
     table = measurements["table"](
         [
             row(what="copy", value=4300.0, unit="GB/s"),
-            row(what="GPT, eager", value=51234.0, unit="tokens/s", share=0.4567, peak_memory=7_310_000_000),
+            row(
+                what="GPT, eager",
+                value=51234.0,
+                unit="tokens/s",
+                share=0.4567,
+                peak_memory=7_310_000_000,
+                reckoned_memory=7_290_000_000,
+            ),
             row(what="GPT, compiled", value=None, unit="tokens/s", note="FAILED: out of memory"),
         ]
     )
     assert table.splitlines()[2:] == [
-        "| copy | 4,300.0 GB/s |  |  |",
-        "| GPT, eager | 51,234.0 tokens/s | 0.457 | 7.31 |",
-        "| GPT, compiled | FAILED: out of memory |  |  |",
+        "| copy | 4,300.0 GB/s |  |  |  |",
+        "| GPT, eager | 51,234.0 tokens/s | 0.457 | 7.31 | 7.29 |",
+        "| GPT, compiled | FAILED: out of memory |  |  |  |",
     ]
 
 
@@ -121,5 +128,13 @@ def test_the_results_are_written_as_json(
     document = json.loads(path.read_text())
     assert document["quick"] is True
     assert document["rows"] == [
-        {"what": "copy", "value": 1.0, "unit": "GB/s", "share": None, "peak_memory": None, "note": ""}
+        {
+            "what": "copy",
+            "value": 1.0,
+            "unit": "GB/s",
+            "share": None,
+            "peak_memory": None,
+            "reckoned_memory": None,
+            "note": "",
+        }
     ]

@@ -7,7 +7,8 @@ First the rate of a bf16 product of matrices and the bandwidth of a copy. Then, 
 - an AdamW update with its bf16 copy, by this project's kernel, by torch's fused AdamW, and by NVIDIA Apex's where it is
   installed, by turns: 30 bytes a parameter (gradient in, main parameter and two moments in and out, copy out)
 - training steps of pretrain_gpt.py: layers as wide as those of a GPT of 1.3 B and a Llama of 7 B parameters, few of
-  them, in bf16, as they are and with --torch-compile. Their model FLOPs by the rate of the product are the utilisation.
+  them, in bf16, as they are and with --torch-compile. Their model FLOPs by the rate of the product are the utilisation;
+  beside the memory that a step takes at most stands what megatron/planning reckons before anything is built.
 Times are medians of the device's work. --quick has tiny sizes, which try the program and measure nothing.
 """
 
@@ -29,6 +30,7 @@ import torch
 from megatron.core.kernels.adam import AdamHyperParameters, HyperSpan, HyperSpans, adamw_
 from megatron.core.kernels.apex import adamw_by_apex_, apex_obstacle, multi_tensor_adam
 from megatron.core.parallel_state import destroy_model_parallel
+from megatron.planning.memory import predict_memory
 from megatron.training.gpt import gpt_datasets, gpt_model
 from megatron.training.initialize import initialize_megatron
 from megatron.training.pretrain import build_run
@@ -121,6 +123,7 @@ class Row:
         value: in `unit`; None where it failed or is not to be had, as `note` says.
         share: of what the device reaches.
         peak_memory: of the device, in bytes; None on a CPU.
+        reckoned_memory: the account of the same, in bytes.
     """
 
     what: str
@@ -128,6 +131,7 @@ class Row:
     unit: str
     share: float | None = None
     peak_memory: int | None = None
+    reckoned_memory: int | None = None
     note: str = ""
 
 
@@ -214,6 +218,10 @@ def training_row(name: str, flags: Sequence[str], device: torch.device, steps: i
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         config = run.context.config
         flops = flops_per_sample(run.chunks[0].module, config.data.seq_length)
+        vocabulary = config.tokenizer.vocab_size
+        assert vocabulary is not None
+        padded = config.padded_vocab_size(vocabulary)
+        (reckoned,) = predict_memory(config, padded_vocab_size=padded)
     except RuntimeError as error:  # out of memory, or a layer that does not compile
         return Row(what=name, value=None, unit="tokens/s", note=f"FAILED: {str(error).splitlines()[0]}")
     finally:
@@ -226,6 +234,7 @@ def training_row(name: str, flags: Sequence[str], device: torch.device, steps: i
         unit="tokens/s",
         share=flops * samples / seconds / product_rate,
         peak_memory=peak,
+        reckoned_memory=reckoned.total,
     )
 
 
@@ -246,12 +255,12 @@ def measure(device: torch.device, sizes: Sizes) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
-    lines = ["| what | value | share of the device's | peak memory, GB |", "|---|---|---|---|"]
+    lines = ["| what | value | share of the device's | peak memory, GB | reckoned |", "|---|---|---|---|---|"]
     for row in rows:
         value = row.note if row.value is None else f"{row.value:,.1f} {row.unit}"
         share = "" if row.share is None else f"{row.share:.3f}"
-        peak = "" if row.peak_memory is None else f"{row.peak_memory / 1e9:.2f}"
-        lines.append(f"| {row.what} | {value} | {share} | {peak} |")
+        memory = ["" if size is None else f"{size / 1e9:.2f}" for size in (row.peak_memory, row.reckoned_memory)]
+        lines.append(f"| {row.what} | {value} | {share} | {' | '.join(memory)} |")
     return "\n".join(lines)
 
 
