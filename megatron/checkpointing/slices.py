@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torch import Tensor
-
+from megatron.core.kernels.float_halves import Numbers
 from megatron.core.shard import NamedTensor, Shard
 
 
@@ -145,7 +144,7 @@ def held_boxes(key: str, shard: Shard, local_shape: tuple[int, ...]) -> tuple[He
 class HeldPart:
     """Values of a box of a global tensor, in its shape: a view of what a rank holds."""
 
-    values: Tensor
+    values: Numbers
     placed: Box
     owned: bool
 

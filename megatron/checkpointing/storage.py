@@ -31,6 +31,7 @@ from torch import Tensor
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.index import DTYPE_NAMES, StoredSlice, parse_json
 from megatron.checkpointing.slices import Box, flat_bounds, flat_range_boxes
+from megatron.core.kernels.float_halves import Halves, Numbers
 from megatron.core.whole_file import sync_folder, whole_file
 
 BLOCK_BYTES = 16 * 2**20
@@ -200,7 +201,7 @@ class PendingSlice:
     """A slice to be written: the view of a local tensor that holds it, and its place in the global tensor."""
 
     key: str
-    tensor: Tensor
+    tensor: Numbers
     box: Box
 
     @property
@@ -258,21 +259,23 @@ def _header(ordered: Sequence[PendingSlice]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _blocks(tensor: Tensor, block_bytes: int) -> Iterator[Tensor]:
+def _blocks(tensor: Numbers, block_bytes: int) -> Iterator[Tensor]:
     """The elements in row-major order, `block_bytes` at a time, as flat CPU tensors."""
     tensor = tensor.detach()
     length = block_bytes // tensor.element_size()
     total = tensor.numel()
-    in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
-    staging = None if in_place else torch.empty(min(length, total), dtype=tensor.dtype)
+    if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.is_contiguous():
+        for first in range(0, total, length):
+            yield tensor.view(-1)[first : first + length]
+        return
+    staging = torch.empty(min(length, total), dtype=tensor.dtype)
     for first in range(0, total, length):
         stop = min(first + length, total)
-        if staging is None:
-            yield tensor.view(-1)[first:stop]
-            continue
         position = 0
         for box in flat_range_boxes(tuple(tensor.shape), first, stop):
-            staging[position : position + box.volume].view(box.shape).copy_(tensor[box.index])
+            values = tensor[box.index]
+            values = values.joined() if isinstance(values, Halves) else values
+            staging[position : position + box.volume].view(box.shape).copy_(values)
             position += box.volume
         yield staging[:position]
 
@@ -356,7 +359,7 @@ class ShardReader:
                     return int(self._data_start + first)
         raise CheckpointError(f"{self.path} is damaged: its header and the index disagree about {part.name}")
 
-    def copy_into(self, target: Tensor, part: StoredSlice, dtype: torch.dtype, wanted: Box) -> int:
+    def copy_into(self, target: Numbers, part: StoredSlice, dtype: torch.dtype, wanted: Box) -> int:
         """Copy the elements `wanted`, a box of the global tensor within the slice, to a tensor of its shape.
 
         Only blocks that hold wanted elements are read, two at a time, each checked before it is copied.
@@ -387,7 +390,7 @@ class ShardReader:
         return sum(self._pool.map(copy_block, range(lowest // length, -(-highest // length))))
 
 
-def _copy_overlap(target: Tensor, wanted: Box, block: Tensor, shape: tuple[int, ...], first: int) -> None:
+def _copy_overlap(target: Numbers, wanted: Box, block: Tensor, shape: tuple[int, ...], first: int) -> None:
     """Copy what `target` wants out of a block: row-major elements from `first` on of a tensor of `shape`."""
     position = 0
     for box in flat_range_boxes(shape, first, first + block.numel()):

@@ -24,10 +24,15 @@ def positions_are_rotary(config: MegatronConfig, flag: str) -> Iterator[Problem]
 
 
 def gradients_are_wide(config: MegatronConfig, flag: str) -> Iterator[Problem]:
-    if config.optimizer.grad_reduce_in_bf16:
+    optimizer = config.optimizer
+    narrow = {
+        "--grad-reduce-in-bf16": optimizer.grad_reduce_in_bf16,
+        "--main-grads-dtype": optimizer.main_grads_dtype == "bf16",
+    }
+    for other in (name for name, given in narrow.items() if given):
         yield Problem(
-            flags=(flag, "--grad-reduce-in-bf16"),
-            rule="and --grad-reduce-in-bf16 ask for opposite things",
+            flags=(flag, other),
+            rule=f"and {other}{' bf16' if other == '--main-grads-dtype' else ''} ask for opposite things",
             works="one of the two",
         )
 

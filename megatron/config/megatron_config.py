@@ -214,7 +214,7 @@ class MegatronConfig:
 
     def start_notes(self) -> list[str]:
         """What a choice costs, for the choices whose price is not plain, and which of them gain nothing."""
-        return [*self._attention_notes(), *self._scaling_notes(), *self._recompute_notes()]
+        return [*self._attention_notes(), *self._scaling_notes(), *self._state_notes(), *self._recompute_notes()]
 
     def _attention_notes(self) -> Iterator[str]:
         model, training, dropout = self.model, self.training, self.model.attention_dropout
@@ -247,8 +247,18 @@ class MegatronConfig:
         if self.model.apply_query_key_layer_scaling and self.model.attention_dropout == 0:
             yield (
                 "--apply-query-key-layer-scaling takes the explicit path, where scores are divided before they are "
-                "rounded: no flash kernel runs, and each layer keeps its attention weights for the backward pass; flash "
-                "kernels hold scores in fp32, so --no-query-key-layer-scaling spares both"
+                "rounded: no flash kernel runs, and each layer keeps its attention weights for the backward pass; "
+                "flash kernels hold scores in fp32, so --no-query-key-layer-scaling spares both"
+            )
+
+    def _state_notes(self) -> Iterator[str]:
+        optimizer = self.optimizer
+        # A bfloat16 has 8 bits: less than a 512th of it is rounded away, whatever is taken from it.
+        if "exp_avg_sq" in optimizer.narrow_states and 1 - optimizer.adam_beta2 < 2**-9:
+            yield (
+                f"--exp-avg-sq-dtype bf16 with --adam-beta2 {optimizer.adam_beta2}: a second moment never becomes "
+                "less, because what a step takes from it is rounded away; --adam-beta2 0.99 or less, or "
+                "--exp-avg-sq-dtype fp32, lets it"
             )
 
     def _recompute_notes(self) -> Iterator[str]:
@@ -409,6 +419,13 @@ def _unavailable(config: MegatronConfig) -> Iterator[Problem]:
 
 def _apex_problems(config: MegatronConfig) -> Iterator[Problem]:
     """What the kernels of NVIDIA Apex do not compute."""
+    if config.training.kernels == "apex" and config.optimizer.use_precision_aware_optimizer:
+        yield Problem(
+            flags=("--kernels", "--use-precision-aware-optimizer"),
+            value="apex",
+            rule="the Adam of NVIDIA Apex knows whole parameters and moments in fp32 only",
+            works="--kernels auto; or leave out --use-precision-aware-optimizer",
+        )
     if config.training.kernels == "apex" and config.optimizer.precision == "fp64":
         yield Problem(
             flags=("--kernels", "--fp64"),

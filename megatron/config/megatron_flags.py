@@ -34,6 +34,11 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
     ("there is no second, persistent kernel of a norm", "--no-persist-layer-norm"),
     ("a compiler fuses operations with --torch-compile only", "--disable-jit-fuser"),
     ("attention picks its kernel itself", "--attention-backend=auto"),
+    ("main weights keep all bits of fp32", "--main-params-dtype=fp32"),
+    (
+        "muon takes each matrix whole on every rank, and all but matrices are updated as by adam",
+        "--muon-tp-mode=duplicated --muon-scalar-optimizer=adam",
+    ),
     ("softmax of attention is taken in fp32 or wider", "--attention-softmax-in-fp32"),
     (
         "gradients are accumulated and reduced in fp32 or wider",
@@ -81,8 +86,7 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
         "--empty-unused-memory-level=0 --vocab-extra-ids=0 --sample-rate=1|1.0 --cp-comm-type=p2p "
         "--wgrad-deferral-limit=0 --error-injection-rate=0 --manual-gc-interval=0 --moe-layer-freq=1 "
         "--softmax-type=vanilla --virtual-pipeline-model-parallel-size=1 --num-dataset-builder-threads=1 "
-        "--checkpoint-num-layers=1 --main-grads-dtype=fp32 --main-params-dtype=fp32 --exp-avg-dtype=fp32 "
-        "--exp-avg-sq-dtype=fp32 --glu-linear-offset=0|0.0 --rotary-scaling-factor=1|1.0 --rope-type=rope",
+        "--checkpoint-num-layers=1 --glu-linear-offset=0|0.0 --rotary-scaling-factor=1|1.0 --rope-type=rope",
     ),
 )
 
@@ -209,12 +213,15 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--mlp-chunks-for-prefill --mlp-chunks-for-training",
     ),
     (
-        f"keeping optimizer state elsewhere or in fewer bits {_LATER}",
-        "leave it out: moments and main weights are fp32",
+        f"keeping optimizer state elsewhere {_LATER}",
+        "leave it out; --use-precision-aware-optimizer makes it smaller",
         "--optimizer-cpu-offload --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload "
-        "--overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params "
-        "--use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype "
-        "--exp-avg-sq-dtype --optimizer-cuda-graph",
+        "--overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params --optimizer-cuda-graph",
+    ),
+    (
+        "main weights keep all bits of fp32",
+        "leave it out: --use-precision-aware-optimizer keeps them in two bytes beside the model's bf16",
+        "--main-params-dtype",
     ),
     (
         "memory is managed by torch's allocator",
@@ -329,9 +336,14 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     ),
     # the optimizer and its schedules
     (
+        f"this part of muon {_LATER}",
+        "leave it out: each rank orthogonalizes whole matrices, the rest is updated as by adam",
+        "--muon-*",
+    ),
+    (
         f"this optimizer {_LATER}",
-        "--optimizer adam or sgd",
-        "--muon-* --lion-* --cpu-optimizer --cpu-torch-adam --onebit-*",
+        "--optimizer adam, sgd or muon",
+        "--lion-* --cpu-optimizer --cpu-torch-adam --onebit-*",
     ),
     (
         f"a learning rate or weight decay of their own for some parameters {_LATER}",

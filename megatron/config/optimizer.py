@@ -16,6 +16,9 @@ Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
+MuonScale = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+MuonCoefficients = Literal["quintic", "simple"]
+StateType = Literal["fp32", "bf16"]
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
@@ -23,11 +26,12 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "fl
 class OptimizerConfig:
     """How weights are updated. Lengths end in iters or samples; a run counts in one of the two."""
 
-    optimizer: Literal["adam", "sgd"] = field(
+    optimizer: Literal["adam", "sgd", "muon"] = field(
         default="adam",
         metadata=flag(
-            "Update rule; adam decouples weight decay (AdamW).",
-            later=("muon", "dist_muon", "lion", "soap", "adaptive_muon"),
+            "Update rule; adam decouples weight decay (AdamW); muon orthogonalizes the momentum of the matrices inside "
+            "layers, and updates all else as adam.",
+            later=("dist_muon", "lion", "soap", "adaptive_muon"),
         ),
     )
     precision: Precision = field(
@@ -79,6 +83,59 @@ class OptimizerConfig:
     adam_beta2: float = field(default=0.999, metadata=flag("Decay of the second moment.", at_least=0, below=1))
     adam_eps: float = field(default=1e-8, metadata=flag("Added to the root of the second moment.", above=0))
     sgd_momentum: float = field(default=0.9, metadata=flag("Momentum of sgd.", at_least=0, below=1))
+    muon_momentum: float = field(default=0.9, metadata=flag("Momentum of muon.", at_least=0, below=1))
+    muon_nesterov: bool = field(default=False, metadata=flag("Nesterov's momentum in muon."))
+    muon_scale_mode: MuonScale = field(
+        default="spectral",
+        metadata=flag(
+            "Size of muon's update of a matrix: the root of its longer side (spectral), of rows over columns "
+            "(unit_rms_norm), or of these where more than 1 (shape_scaling, as torch.optim.Muon)."
+        ),
+    )
+    muon_extra_scale_factor: float = field(
+        default=1.0,
+        metadata=flag("Factor of muon's updates; 0.2 with spectral gives them the size of AdamW's.", above=0),
+    )
+    muon_num_ns_steps: int = field(default=5, metadata=flag("Newton-Schulz steps of muon.", at_least=1, at_most=99))
+    muon_coefficient_type: MuonCoefficients = field(
+        default="quintic",
+        metadata=flag(
+            "Coefficients of the Newton-Schulz steps: another set for each of five, or always the first "
+            "publication's (simple, as torch.optim.Muon).",
+            later=("polar_express", "aol", "custom"),
+        ),
+    )
+    muon_split_qkv: bool = field(
+        default=True,
+        metadata=flag(
+            "Queries, keys and values are three matrices to muon.",
+            off="--muon-no-split-qkv",
+            off_help="Queries, keys and values are one matrix to muon.",
+        ),
+    )
+    muon_fp32_matmul_prec: Literal["medium", "high"] = field(
+        default="medium",
+        metadata=flag("Newton-Schulz steps in bf16 (medium) or fp32 (high); with --fp64 in fp64.", later=("low",)),
+    )
+    use_precision_aware_optimizer: bool = field(
+        default=False,
+        metadata=flag(
+            "Optimizer state of fewer bits, for --optimizer adam: with --bf16 the main weights are the model's and 16 "
+            "bits beside each, without loss; the moments as --exp-avg-dtype and --exp-avg-sq-dtype say."
+        ),
+    )
+    main_grads_dtype: StateType = field(
+        default="fp32",
+        metadata=flag("Type of the gradients that are summed and reduced, with --use-precision-aware-optimizer."),
+    )
+    exp_avg_dtype: StateType = field(
+        default="fp32",
+        metadata=flag("Type of the first moment, with --use-precision-aware-optimizer.", later=("fp16", "fp8")),
+    )
+    exp_avg_sq_dtype: StateType = field(
+        default="fp32",
+        metadata=flag("Type of the second moment, with --use-precision-aware-optimizer.", later=("fp16", "fp8")),
+    )
     loss_scale: float | None = field(
         default=None, metadata=flag("Fixed loss scale with --fp16; dynamic when not given.", above=0, usual=4096.0)
     )
@@ -110,18 +167,35 @@ class OptimizerConfig:
     @property
     def grad_dtype(self) -> torch.dtype:
         """The type in which gradients are summed."""
-        return _dtype("bfloat16") if self.grad_reduce_in_bf16 else self.main_dtype
+        narrow = self.grad_reduce_in_bf16 or self.main_grads_dtype == "bf16"
+        return _dtype("bfloat16") if narrow else self.main_dtype
+
+    @property
+    def main_in_halves(self) -> bool:
+        """Whether a main weight is the model's bfloat16 and the 16 bits that its rounding takes away."""
+        return self.use_precision_aware_optimizer and self.precision == "bf16"
+
+    @property
+    def narrow_states(self) -> frozenset[str]:
+        """The optimizer state that is kept in bfloat16."""
+        types = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
+        return frozenset(name for name, dtype in types.items() if dtype == "bf16")
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Of a weight with its gradient, its main copy where it is of low precision, and its optimizer state."""
+        """Of a weight with its gradient, what it is short of a main weight, and its optimizer state."""
         return self.params_dtype.itemsize + self.grad_dtype.itemsize + self.state_bytes_per_parameter
 
     @property
     def state_bytes_per_parameter(self) -> int:
-        """Of the main copy and the optimizer state, which a distributed optimizer spreads over data-parallel ranks."""
-        states = 2 if self.optimizer == "adam" else int(self.sgd_momentum > 0)
-        return (states + int(self.params_dtype != self.main_dtype)) * self.main_dtype.itemsize
+        """Of main weight and optimizer state, which a distributed optimizer spreads over data-parallel ranks.
+
+        With muon those of a matrix inside a layer; the few others have the moments of Adam in place of one momentum.
+        """
+        wide = self.main_dtype.itemsize
+        states = {"adam": 2, "muon": 1, "sgd": int(self.sgd_momentum > 0)}[self.optimizer]
+        main = 2 if self.main_in_halves else wide if self.params_dtype != self.main_dtype else 0
+        return main + states * wide - 2 * len(self.narrow_states)
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
@@ -133,6 +207,71 @@ class OptimizerConfig:
                 flags=("--grad-reduce-in-bf16", "--bf16"),
                 rule=f"rounds gradients to bf16, and the precision is {self.precision}",
                 works="--bf16 with it; or leave out --grad-reduce-in-bf16",
+            )
+        yield from self._state_problems()
+        yield from self._muon_problems()
+
+    def _state_problems(self) -> Iterator[Problem]:
+        aware = "--use-precision-aware-optimizer"
+        if self.use_precision_aware_optimizer and self.optimizer != "adam":
+            yield Problem(
+                flags=(aware, "--optimizer"),
+                rule=f"is for the state of adam, and --optimizer is {self.optimizer}",
+                works="--optimizer adam; or leave it out",
+            )
+        elif self.use_precision_aware_optimizer and self.precision == "fp64":
+            yield Problem(
+                flags=(aware, "--fp64"),
+                rule="keeps less than fp64, which --fp64 asks for",
+                works="--bf16; or leave it out",
+            )
+        types = {
+            "--main-grads-dtype": self.main_grads_dtype,
+            "--exp-avg-dtype": self.exp_avg_dtype,
+            "--exp-avg-sq-dtype": self.exp_avg_sq_dtype,
+        }
+        for name, dtype in types.items():
+            if dtype != "fp32" and not self.use_precision_aware_optimizer:
+                yield Problem(
+                    flags=(name, aware),
+                    value=dtype,
+                    rule=f"belongs to {aware}",
+                    works=f"{aware} {name} {dtype}; or leave out {name}",
+                )
+        if self.main_grads_dtype == "bf16" and self.precision != "bf16":
+            yield Problem(
+                flags=("--main-grads-dtype", "--bf16"),
+                value="bf16",
+                rule=f"is the type of a model in bf16, and the precision is {self.precision}",
+                works="--bf16; or --main-grads-dtype fp32",
+            )
+
+    def _muon_problems(self) -> Iterator[Problem]:
+        given: dict[str, object] = {
+            "--muon-momentum": None if self.muon_momentum == 0.9 else self.muon_momentum,
+            "--muon-nesterov": self.muon_nesterov or None,
+            "--muon-scale-mode": None if self.muon_scale_mode == "spectral" else self.muon_scale_mode,
+            "--muon-extra-scale-factor": None if self.muon_extra_scale_factor == 1.0 else self.muon_extra_scale_factor,
+            "--muon-num-ns-steps": None if self.muon_num_ns_steps == 5 else self.muon_num_ns_steps,
+            "--muon-coefficient-type": None if self.muon_coefficient_type == "quintic" else self.muon_coefficient_type,
+            "--muon-no-split-qkv": None if self.muon_split_qkv else True,
+            "--muon-fp32-matmul-prec": None if self.muon_fp32_matmul_prec == "medium" else self.muon_fp32_matmul_prec,
+        }
+        for name, value in given.items():
+            if value is not None and self.optimizer != "muon":
+                yield Problem(
+                    flags=(name, "--optimizer"),
+                    value=None if value is True else value,
+                    rule=f"belongs to --optimizer muon, and that is {self.optimizer}",
+                    works=f"--optimizer muon; or leave out {name}",
+                )
+        if self.muon_coefficient_type == "quintic" and self.muon_num_ns_steps % 5:
+            yield Problem(
+                flags=("--muon-num-ns-steps", "--muon-coefficient-type"),
+                value=self.muon_num_ns_steps,
+                rule="must be a multiple of 5 with --muon-coefficient-type quintic, whose coefficients are those of "
+                "five steps",
+                works="--muon-num-ns-steps 5; --muon-coefficient-type simple",
             )
 
     def _schedule_problems(self) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from typing import Literal, cast
 from torch import Tensor, nn
 
 from megatron.core.comm_group import CommGroup
+from megatron.core.kernels.float_halves import Numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,8 @@ class Shard:
         partial_gradient: a whole tensor whose gradient is a partial sum on each rank of the group: norms and row biases
             under sequence parallelism, the norms of queries and keys.
         tied: another pipeline stage holds the same global tensor, and the gradients of both must be summed.
+        matrices: of a matrix inside a layer the number of its rows. Where several are stacked, as queries, keys and
+            values: the rows of each in one of the runs that repeat along dimension 0. () for any other parameter.
         owned: False on the copy of a tied tensor that does not count in norms and checkpoints.
     """
 
@@ -79,6 +82,7 @@ class Shard:
     init: Init
     partial_gradient: bool = False
     tied: bool = False
+    matrices: tuple[int, ...] = ()
     owned: bool = True
 
     @property
@@ -114,7 +118,7 @@ class NamedTensor:
     """
 
     key: str
-    tensor: Tensor
+    tensor: Numbers
     shard: Shard
     elements: FlatRange | None = None
 
@@ -130,6 +134,11 @@ def shard_of(parameter: Tensor) -> Shard:
 
 def set_shard(parameter: Tensor, shard: Shard) -> None:
     parameter.shard = shard  # type: ignore[attr-defined]
+
+
+def set_matrices(parameter: Tensor, *rows: int) -> None:
+    """Say that a parameter is a matrix inside a layer, or several; see `Shard.matrices`."""
+    set_shard(parameter, replace(shard_of(parameter), matrices=rows))
 
 
 def whole_pieces(length: int, group: CommGroup) -> tuple[Piece, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.config.transformer import TransformerConfig
 from megatron.core.comm_group import CommGroup
-from megatron.core.shard import Init, Piece, even_pieces
+from megatron.core.shard import Init, Piece, even_pieces, set_matrices
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import apply_eagerly, eagerly
 from megatron.core.tensor_parallel.placement import Placement
@@ -121,6 +121,9 @@ class SelfAttention(nn.Module):
             bias=config.add_bias_linear,
             init=Init.normal(output_std(config.init_method_std, config.num_layers)),
         )
+        per_group = config.num_attention_heads // config.query_groups
+        set_matrices(self.linear_qkv.weight, per_group * config.head_dim, config.head_dim, config.head_dim)
+        set_matrices(self.linear_proj.weight, config.hidden_size)
         # A rank normalises its own heads only, so the gradient of the scale is a partial sum with or without
         # sequence parallelism.
         self.q_layernorm = self.k_layernorm = None

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.transformer import TransformerConfig
-from megatron.core.shard import Init, blocked_pieces
+from megatron.core.shard import Init, blocked_pieces, set_matrices
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.core.tensor_parallel.recompute import recompute, with_input_again
@@ -44,6 +44,8 @@ class MLP(nn.Module):
             bias=config.add_bias_linear,
             init=Init.normal(output_std(config.init_method_std, config.num_layers)),
         )
+        set_matrices(self.linear_fc1.weight, sum(blocks))
+        set_matrices(self.linear_fc2.weight, config.hidden_size)
 
     def forward(self, hidden_states: Tensor, *, again: Callable[[], Tensor] | None = None) -> Tensor:
         """

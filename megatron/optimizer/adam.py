@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.kernels.adam import AdamHyperParameters, adamw_
+from megatron.core.kernels.float_halves import Halves
 from megatron.optimizer.update_rule import FlatStep
 
 
@@ -15,6 +16,7 @@ class AdamW:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    narrow_states: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -25,8 +27,9 @@ class AdamW:
         return ("exp_avg", "exp_avg_sq")
 
     def update_(self, step: FlatStep) -> None:
+        parameter = step.parameter
         adamw_(
-            step.parameter,
+            parameter.upper if isinstance(parameter, Halves) else parameter,
             step.gradient,
             step.state["exp_avg"],
             step.state["exp_avg_sq"],
@@ -41,4 +44,5 @@ class AdamW:
                 gradient_scale=step.gradient_scale,
             ),
             low_precision=step.low_precision,
+            remainder=parameter.lower if isinstance(parameter, Halves) else None,
         )

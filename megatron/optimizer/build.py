@@ -9,6 +9,7 @@ from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.optimizer.adam import AdamW
 from megatron.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
+from megatron.optimizer.muon import Muon
 from megatron.optimizer.optimizer import MegatronOptimizer
 from megatron.optimizer.sgd import SGD
 from megatron.optimizer.update_rule import UpdateRule
@@ -38,15 +39,34 @@ def build_optimizer(
         model_group=model_group,
         device=next(chunks[0].parameters()).device,
         count_zeros=count_zeros,
+        matrix_rule=build_matrix_rule(config),
+        main_in_halves=config.main_in_halves,
         overlap_gather=any(chunk.config.overlap_param_gather for chunk in chunks),
     )
 
 
 def build_update_rule(config: OptimizerConfig) -> UpdateRule:
-    if config.optimizer == "adam":
-        return AdamW(beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps)
-    assert config.optimizer == "sgd", config.optimizer
-    return SGD(momentum=config.sgd_momentum)
+    if config.optimizer == "sgd":
+        return SGD(momentum=config.sgd_momentum)
+    return AdamW(
+        beta1=config.adam_beta1, beta2=config.adam_beta2, eps=config.adam_eps, narrow_states=config.narrow_states
+    )
+
+
+def build_matrix_rule(config: OptimizerConfig) -> UpdateRule | None:
+    """The rule of the matrices inside layers, where it is one of their own."""
+    if config.optimizer != "muon":
+        return None
+    return Muon(
+        momentum=config.muon_momentum,
+        nesterov=config.muon_nesterov,
+        scale_mode=config.muon_scale_mode,
+        extra_scale_factor=config.muon_extra_scale_factor,
+        num_steps=config.muon_num_ns_steps,
+        coefficients=config.muon_coefficient_type,
+        split_qkv=config.muon_split_qkv,
+        half_precision=config.muon_fp32_matmul_prec == "medium",
+    )
 
 
 def build_grad_scaler(config: OptimizerConfig) -> GradScaler:

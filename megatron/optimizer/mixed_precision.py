@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.core.distributed.grad_buffer import Bucket
 from megatron.core.kernels.adam import HyperSpan, HyperSpans
+from megatron.core.kernels.float_halves import Halves, Numbers, narrow_
 from megatron.core.kernels.grad_norm import ElementSpans, Span
 from megatron.core.shard import FlatRange, NamedTensor, shard_of
 from megatron.optimizer.clip_grads import merge_spans, owned_spans
@@ -24,7 +25,8 @@ class MainParameters:
     """What an update rule reads and writes for this rank's slice of one `Bucket`.
 
     The main parameters have the model's dtype when that is float32 or float64, and are its own buffer; else (bfloat16,
-    float16) they are a float32 copy from which the model's are rounded after each update.
+    float16) they are a float32 copy from which the model's are rounded after each update; or, in halves, the model's
+    bfloat16 itself and the bits that rounding takes away.
 
     Attributes:
         main: [n] main parameters of the slice.
@@ -36,17 +38,25 @@ class MainParameters:
         owned: the elements that count in norms on this rank.
     """
 
-    def __init__(self, bucket: Bucket, rule: UpdateRule) -> None:
+    def __init__(self, bucket: Bucket, rule: UpdateRule, *, in_halves: bool = False) -> None:
         self.bucket = bucket
         self.rule = rule
         self.entries = tuple(bucket.slice_entries())
         self.gradient = bucket.slice_of(bucket.gradients)
         parameters = bucket.slice_of(bucket.parameters)
         main_dtype = torch.promote_types(parameters.dtype, torch.float32)
-        model_is_main = parameters.dtype == main_dtype
-        self.main = parameters if model_is_main else parameters.to(main_dtype)
-        self.low_precision = None if model_is_main else parameters
-        self.state = {name: torch.zeros_like(self.main) for name in rule.state_names}
+        self.main: Numbers
+        self.low_precision: Tensor | None = None
+        if parameters.dtype == main_dtype:
+            self.main = parameters
+        elif in_halves:
+            self.main = Halves(parameters, torch.zeros_like(parameters, dtype=torch.int16))
+        else:
+            self.main, self.low_precision = parameters.to(main_dtype), parameters
+        self.state = {
+            name: torch.zeros_like(parameters, dtype=torch.bfloat16 if name in rule.narrow_states else main_dtype)
+            for name in rule.state_names
+        }
         self.spans = HyperSpans(self._hyper_spans(), self.main.device)
         self.owned = ElementSpans(self._owned_spans(), self.main.device)
 
@@ -79,6 +89,8 @@ class MainParameters:
                 gradient=self.gradient,
                 state=self.state,
                 low_precision=self.low_precision,
+                bucket=self.bucket,
+                entries=self.entries,
                 spans=self.spans,
                 number=number,
                 lr=lr,
@@ -88,8 +100,9 @@ class MainParameters:
         )
 
     def lasting_tensors(self) -> list[Tensor]:
-        """What is in memory as long as the run: the main parameters, which may be the model's, and the state."""
-        return [self.main, *self.state.values()]
+        """What is in memory as long as the run: main parameters, which may be the model's in part, and the state."""
+        main = [self.main.upper, self.main.lower] if isinstance(self.main, Halves) else [self.main]
+        return [*main, *self.state.values()]
 
     def named_main(self) -> Iterator[NamedTensor]:
         """The main parameters, as the weights of the model."""
@@ -99,7 +112,7 @@ class MainParameters:
         for kind, flat in self.state.items():
             yield from self._named(f"optimizer.{kind}", flat)
 
-    def _named(self, prefix: str, flat: Tensor) -> Iterator[NamedTensor]:
+    def _named(self, prefix: str, flat: Numbers) -> Iterator[NamedTensor]:
         """Views of a flat tensor, by parameter: in its shape, or of a slice the elements that are in it."""
         for entry in self.entries:
             shard, shape = shard_of(entry.parameter), tuple(entry.parameter.shape)
@@ -115,4 +128,5 @@ class MainParameters:
     def after_load(self) -> None:
         """Round the model's parameters from the main ones again."""
         if self.low_precision is not None:
-            self.low_precision.copy_(self.main)
+            assert isinstance(self.main, Tensor)
+            narrow_(self.main, self.low_precision)

@@ -14,8 +14,8 @@ from megatron.config.problems import UserError
 from megatron.core import collectives
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.grad_buffer import Bucket
-from megatron.core.kernels.grad_norm import ElementSpans, sum_of_squares
-from megatron.core.shard import NamedTensor
+from megatron.core.kernels.grad_norm import sum_of_squares
+from megatron.core.shard import NamedTensor, shard_of
 from megatron.optimizer.clip_grads import clip_factor, count_zeros
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.mixed_precision import MainParameters
@@ -58,6 +58,8 @@ class MegatronOptimizer:
         device: torch.device,
         count_zeros: bool = False,
         overlap_gather: bool = False,
+        matrix_rule: UpdateRule | None = None,
+        main_in_halves: bool = False,
     ) -> None:
         """
         Args:
@@ -67,18 +69,29 @@ class MegatronOptimizer:
                 optimizer × data.
             device: where the buckets are, or would be on a rank whose parameters are all frozen.
             count_zeros: report the number of zero gradient elements, for one more pass over the gradients.
+            matrix_rule: for buckets of matrices inside layers, which then lie apart; None: `rule`.
+            main_in_halves: of a model in bfloat16, keep no copy of the main parameters but the bits that it lacks.
             overlap_gather: leave it to the next forward pass to wait for the parameters of other ranks' slices.
         """
         self.rule = rule
         self.scaler = scaler
         self.clip_grad = clip_grad
         self.model_group = model_group
-        self.parts = tuple(MainParameters(bucket, rule) for bucket in buckets)
+        self.matrix_rule = matrix_rule
+        self.parts = tuple(
+            MainParameters(bucket, self._rule_of(bucket), in_halves=main_in_halves) for bucket in buckets
+        )
         self._device = device
         self._count_zeros = count_zeros
         self._overlap_gather = overlap_gather
         self._updates = 0
         self._schedule: tuple[float, float] | None = None
+
+    def _rule_of(self, bucket: Bucket) -> UpdateRule:
+        if self.matrix_rule is None:
+            return self.rule
+        (matrices,) = {bool(shard_of(entry.parameter).matrices) for entry in bucket.entries}
+        return self.matrix_rule if matrices else self.rule
 
     @property
     def loss_scale(self) -> float:
@@ -99,10 +112,10 @@ class MegatronOptimizer:
         assert self._schedule is not None, "set_schedule() must be called before step()"
         lr, weight_decay = self._schedule
         scale = self.loss_scale
-        grad_norm = self._norm(lambda part: part.gradient) / scale
+        grad_norm = self._norm(lambda part: sum_of_squares(part.gradient, part.owned)) / scale
         num_zeros = None
         if self._count_zeros:
-            num_zeros = int(self._over_model(lambda part: part.gradient, count_zeros, torch.int64))
+            num_zeros = int(self._over_model(lambda part: count_zeros(part.gradient, part.owned), torch.int64))
         finite = math.isfinite(grad_norm)
         if finite:
             self._updates += 1
@@ -131,23 +144,18 @@ class MegatronOptimizer:
     @torch.no_grad()
     def params_norm(self) -> float:
         """Global norm of the main parameters; a collective over the ranks of the model."""
-        return self._norm(lambda part: part.main)
+        return self._norm(lambda part: sum_of_squares(part.main, part.owned))
 
-    def _norm(self, flat_of: Callable[[MainParameters], Tensor]) -> float:
-        """Norm of a flat tensor of each part, over the global model."""
-        total = float(self._over_model(flat_of, sum_of_squares, torch.float64))
+    def _norm(self, measure: Callable[[MainParameters], Tensor]) -> float:
+        """The root of a sum of squares over the global model."""
+        total = float(self._over_model(measure, torch.float64))
         return math.sqrt(total) if total >= 0 else total  # a NaN stays one
 
-    def _over_model(
-        self,
-        flat_of: Callable[[MainParameters], Tensor],
-        measure: Callable[[Tensor, ElementSpans], Tensor],
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Sum of a measure of the owned elements of each flat tensor, over the ranks of the model."""
+    def _over_model(self, measure: Callable[[MainParameters], Tensor], dtype: torch.dtype) -> Tensor:
+        """Sum of a measure of each part's owned elements, over the ranks of the model."""
         total = torch.zeros((), dtype=dtype, device=self._device)
         for part in self.parts:
-            total += measure(flat_of(part), part.owned)
+            total += measure(part)
         collectives.all_reduce_(total, self.model_group)
         return total
 
@@ -172,11 +180,21 @@ class MegatronOptimizer:
             part.bucket.start_gather()
             part.bucket.finish_gather()
 
+    @property
+    def name(self) -> str:
+        """The value of `--optimizer`."""
+        return self.rule.name if self.matrix_rule is None else self.matrix_rule.name
+
+    @property
+    def _state_names(self) -> list[str]:
+        rules = [rule for rule in (self.rule, self.matrix_rule) if rule is not None]
+        return [name for rule in rules for name in rule.state_names]
+
     def state_dict(self) -> dict[str, Any]:
         """What is not a tensor, as plain JSON values."""
         return {
-            "rule": self.rule.name,
-            "state_names": list(self.rule.state_names),
+            "rule": self.name,
+            "state_names": self._state_names,
             "num_updates": self._updates,
             "grad_scaler": self.scaler.state_dict(),
         }
@@ -187,13 +205,13 @@ class MegatronOptimizer:
             UserError: the state is another optimizer's.
         """
         anew = "--no-load-optim starts the optimizer anew, --finetune the whole run"
-        if state["rule"] != self.rule.name:
+        if state["rule"] != self.name:
             raise UserError(
-                f"--optimizer {self.rule.name}: it was saved with --optimizer {state['rule']}, whose state is another; "
+                f"--optimizer {self.name}: it was saved with --optimizer {state['rule']}, whose state is another; "
                 f"--optimizer {state['rule']} goes on with it, {anew}"
             )
-        if state["state_names"] != list(self.rule.state_names):
-            saved, present = ("with" if names else "without" for names in (state["state_names"], self.rule.state_names))
+        if state["state_names"] != self._state_names:
+            saved, present = ("with" if names else "without" for names in (state["state_names"], self._state_names))
             raise UserError(
                 f"--sgd-momentum: it was saved {saved} momentum, this run is {present}; the saved value goes on, {anew}"
             )

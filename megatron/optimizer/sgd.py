@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from megatron.core.kernels.float_halves import narrow_
 from megatron.optimizer.update_rule import FlatStep
 
@@ -22,20 +24,26 @@ class SGD:
     def state_names(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
 
+    @property
+    def narrow_states(self) -> frozenset[str]:
+        return frozenset()
+
     def update_(self, step: FlatStep) -> None:
+        assert isinstance(step.parameter, Tensor)
         sizes = [span.length for span in step.spans.spans]
         parameters = step.parameter.split_with_sizes(sizes)
-        gradients = step.gradient.split_with_sizes(sizes)
+        gradient = step.gradient.to(step.parameter.dtype)
         if step.gradient_scale != 1.0:
-            step.gradient.div_(step.gradient_scale)
-        for span, parameter, gradient in zip(step.spans.spans, parameters, gradients):
+            gradient.div_(step.gradient_scale)
+        gradients = gradient.split_with_sizes(sizes)
+        for span, parameter, part in zip(step.spans.spans, parameters, gradients):
             decay = step.weight_decay * span.weight_decay_multiplier
             if decay:
-                gradient.add_(parameter, alpha=decay)
+                part.add_(parameter, alpha=decay)
         if self.momentum:
-            direction = step.state["momentum"].mul_(self.momentum).add_(step.gradient)
+            direction = step.state["momentum"].mul_(self.momentum).add_(gradient)
         else:
-            direction = step.gradient
+            direction = gradient
         step.parameter.add_(direction, alpha=-step.lr)
         if step.low_precision is not None:
             narrow_(step.parameter, step.low_precision)

@@ -109,6 +109,7 @@ def build_chunks(
         ),
         average_in_collective=choices.ddp_average_in_collective,
         pad_buckets_for_high_nccl_busbw=choices.ddp_pad_buckets_for_high_nccl_busbw,
+        matrices_apart=config.optimizer.optimizer == "muon",
     )
     return [
         DistributedDataParallel(

@@ -109,7 +109,7 @@ def test_flags_are_read_as_megatron_lm_users_write_them(parse: Parse, line: str,
         ("--num-layers 2.5", ["--num-layers 2.5", "a whole number"]),
         ("--normalization rmsnorm", ["--normalization rmsnorm", "nearest: RMSNorm"]),
         ("--position-embedding-type yarn", ["yarn", "not available in this version", "rope"]),
-        ("--optimizer muon", ["muon", "not available in this version", "adam | sgd"]),
+        ("--optimizer lion", ["lion", "not available in this version", "adam | sgd | muon"]),
         ("--hiden-size 3", ["--hiden-size", "not a known flag", "--hidden-size is the nearest"]),
         (
             "--no-bf16",

@@ -53,6 +53,46 @@ REFUSED = [
         None,
         ["--fp32-residual-connection", "the precision is fp32", "--bf16 or --fp16"],
     ),
+    # the state of the optimizer
+    (
+        "--exp-avg-dtype bf16",
+        "",
+        None,
+        ["--exp-avg-dtype bf16: belongs to --use-precision-aware-optimizer"],
+    ),
+    (
+        "--use-precision-aware-optimizer --optimizer sgd",
+        "",
+        None,
+        ["--use-precision-aware-optimizer: is for the state of adam", "--optimizer is sgd"],
+    ),
+    ("--use-precision-aware-optimizer --fp64", "", None, ["--use-precision-aware-optimizer", "less than fp64"]),
+    (
+        "--use-precision-aware-optimizer --main-grads-dtype bf16 --fp16",
+        "",
+        None,
+        ["--main-grads-dtype bf16", "the precision is fp16"],
+    ),
+    (
+        "--use-precision-aware-optimizer --main-grads-dtype bf16 --bf16 --accumulate-allreduce-grads-in-fp32",
+        "",
+        None,
+        ["--accumulate-allreduce-grads-in-fp32", "--main-grads-dtype bf16 ask for opposite things"],
+    ),
+    (
+        "--use-precision-aware-optimizer --bf16 --kernels apex",
+        "",
+        None,
+        ["--kernels apex", "--use-precision-aware-optimizer"],
+    ),
+    ("--muon-momentum 0.95", "", None, ["--muon-momentum 0.95: belongs to --optimizer muon, and that is adam"]),
+    ("--muon-no-split-qkv", "", None, ["--muon-no-split-qkv: belongs to --optimizer muon"]),
+    (
+        "--optimizer muon --muon-num-ns-steps 4",
+        "",
+        None,
+        ["--muon-num-ns-steps 4", "multiple of 5", "--muon-coefficient-type simple"],
+    ),
     ("--fp32-residual-connection --fp64", "", None, ["--fp32-residual-connection", "the precision is fp64"]),
     (
         "--rotary-percent 0.5",
@@ -556,6 +596,13 @@ def test_the_price_of_scaled_scores_is_known_at_the_start(parse: Parse) -> None:
     (note,) = parse("--attention-dropout 0 --apply-query-key-layer-scaling").start_notes()
     assert "no flash kernel runs" in note
     assert parse("--attention-dropout 0 --no-query-key-layer-scaling").start_notes() == []
+
+
+def test_a_second_moment_that_cannot_fall_is_said_at_the_start(parse: Parse) -> None:
+    line = "--attention-dropout 0 --bf16 --use-precision-aware-optimizer --exp-avg-sq-dtype bf16"
+    (note,) = parse(line).start_notes()
+    assert "--exp-avg-sq-dtype bf16 with --adam-beta2 0.999: a second moment never becomes less" in note
+    assert parse(f"{line} --adam-beta2 0.95").start_notes() == []
 
 
 def test_a_wide_residual_stream_is_what_stages_send(parse: Parse) -> None:

@@ -139,6 +139,17 @@ def test_evaluations_of_a_run_are_those_between_iterations_and_the_one_at_its_en
         ("--fp64", 32),
         ("--optimizer sgd", 12),
         ("--optimizer sgd --sgd-momentum 0", 8),
+        ("--optimizer muon", 12),
+        ("--bf16 --optimizer muon", 14),
+        ("--bf16 --use-precision-aware-optimizer", 16),
+        ("--fp16 --use-precision-aware-optimizer", 18),
+        ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16", 14),
+        ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 12),
+        (
+            "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+            "--main-grads-dtype bf16",
+            10,
+        ),
     ],
 )
 def test_bytes_of_a_parameter_with_gradient_and_optimizer(line: str, expected: int, parse: Parse) -> None:

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.random import DropoutStream, dropout
 from megatron.model.attention import attention_weights, fused_attention, weighted_values
 from megatron.model.masks import alibi_slopes, attention_mask
 from tests.gpu.runs import CPU, CUDA
-from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_reference_error
+from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_reference_error, rounded
 from tests.optimizer.test_adam_kernel import (
     HYPER,
     SIZES,
@@ -37,7 +37,6 @@ from tests.optimizer.test_adam_kernel import (
     many_spans,
     tensors,
 )
-from tests.optimizer.test_float_halves import nearest_or_larger
 
 pytestmark = pytest.mark.gpu
 
@@ -86,7 +85,7 @@ def test_adamw_is_the_reference(dtype: torch.dtype, step: int, gradient_scale: f
     adamw_reference_(*exact, spans=hyper_spans(SPANS), hyper=hyper)
     for name, i in (("parameter", 0), ("exp_avg", 2), ("exp_avg_sq", 3)):
         assert_as_exact(mine[i], plain[i], exact[i], name)
-    assert_bitwise(low_precision.cpu(), nearest_or_larger(mine[0].float().cpu()), "copy in low precision")
+    assert_bitwise(low_precision.cpu(), rounded(mine[0].cpu(), torch.bfloat16), "copy in low precision")
 
 
 def test_the_kernels_for_gpus_are_built() -> None:

@@ -23,6 +23,17 @@ def assert_bitwise(actual: Tensor, expected: Tensor, name: str = "tensor") -> No
     assert torch.equal(actual, expected), f"{name}: {(actual != expected).sum()} of {actual.numel()} elements differ"
 
 
+def rounded(wide: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights of a model from main ones: to the nearest, of two the even one, in bfloat16 the larger in size."""
+    nearest = wide.to(dtype)
+    if dtype != torch.bfloat16:
+        return nearest
+    single = wide.float()
+    bits = single.view(torch.int32)
+    larger = ((bits >> 16).to(torch.int16) + 1).view(torch.bfloat16)
+    return torch.where(((bits & 0xFFFF) == 0x8000) & ~single.isnan(), larger, nearest)
+
+
 def assert_parity(actual: Tensor, expected: Tensor, name: str = "tensor", *, floor: float = 0.0) -> None:
     """Equal but for the order of sums: relative to the largest element, 1e-10 in float64, 2e-5 in float32.
 

@@ -21,8 +21,8 @@ from megatron.core.kernels.adam import (
     adamw_reference_,
 )
 from megatron.core.kernels.float_halves import joined, split_
-from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_reference_error
-from tests.optimizer.test_float_halves import EVERY_KIND_OF_NUMBER, nearest_or_larger
+from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_reference_error, rounded
+from tests.optimizer.test_float_halves import EVERY_KIND_OF_NUMBER
 
 SPANS = (
     HyperSpan(length=192),
@@ -172,12 +172,8 @@ def test_what_is_narrow_is_read_widened_and_written_rounded(types: Types) -> Non
         wide[3].to(types.exp_avg_sq),
     ]
     if types.low_precision is not None:
-        expected.append(narrowed(wide[0], types.low_precision))
+        expected.append(rounded(wide[0], types.low_precision))
     assert_all_bitwise(mine, expected)
-
-
-def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    return nearest_or_larger(wide.float()) if dtype == torch.bfloat16 else wide.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -278,7 +274,7 @@ def test_the_copy_rounds_every_kind_of_number(low: torch.dtype, instruction_set:
     copy = torch.zeros(parameter.numel(), dtype=low)
     stand_still(parameter, low_precision=copy, instruction_set=instruction_set)
     numbers = torch.isfinite(parameter)  # decay times infinity is no number: no update leaves one alone
-    assert_bitwise(copy[numbers], narrowed(EVERY_KIND_OF_NUMBER, low)[numbers])
+    assert_bitwise(copy[numbers], rounded(EVERY_KIND_OF_NUMBER, low)[numbers])
     assert torch.isnan(copy[~numbers]).all()
 
 
@@ -405,7 +401,7 @@ def test_without_the_module_the_update_is_the_same_to_rounding(types: Types, dec
             assert_within_reference_error(actual, plain, exact[index])
     if types.low_precision is not None:
         assert mine[0] is not None and mine[4] is not None
-        assert_bitwise(mine[4], narrowed(mine[0], types.low_precision))
+        assert_bitwise(mine[4], rounded(mine[0], types.low_precision))
 
 
 def test_runs_that_do_not_tile_the_buffer_are_a_bug() -> None:

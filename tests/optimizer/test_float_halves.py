@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.float_halves import joined, narrow_, split_
-from tests.helpers.numerics import assert_bitwise
+from tests.helpers.numerics import assert_bitwise, rounded
 
 
 def numbers_of(uppers: Tensor, lowers: Tensor) -> Tensor:
@@ -26,14 +26,6 @@ EVERY_REST = numbers_of(
 )
 
 
-def nearest_or_larger(wide: Tensor) -> Tensor:
-    """The nearest bfloat16, the larger in size of two."""
-    nearest = wide.to(torch.bfloat16)
-    ties = (wide.view(torch.int32) & 0xFFFF) == 0x8000
-    truncated = (wide.view(torch.int32) >> 16).to(torch.int16)
-    return torch.where(ties & ~wide.isnan(), (truncated + 1).view(torch.bfloat16), nearest)
-
-
 @pytest.mark.parametrize("numbers", [EVERY_KIND_OF_NUMBER, EVERY_REST], ids=["every-kind", "every-rest"])
 def test_halves_joined_are_the_number_in_all_its_bits(numbers: Tensor) -> None:
     upper, lower = torch.empty(numbers.shape, dtype=torch.bfloat16), torch.empty(numbers.shape, dtype=torch.int16)
@@ -42,12 +34,12 @@ def test_halves_joined_are_the_number_in_all_its_bits(numbers: Tensor) -> None:
     whole = joined(upper, lower)
     assert_bitwise(whole[known].view(torch.int32), numbers[known].view(torch.int32))
     assert bool(whole[~known].isnan().all()) and bool(upper[~known].isnan().all())
-    assert_bitwise(upper[known].view(torch.int16), nearest_or_larger(numbers)[known].view(torch.int16))
+    assert_bitwise(upper[known].view(torch.int16), rounded(numbers, torch.bfloat16)[known].view(torch.int16))
 
 
 def test_a_copy_in_bfloat16_is_the_upper_half_and_one_in_float16_is_that_of_torch() -> None:
     for dtype, expected in (
-        (torch.bfloat16, nearest_or_larger(EVERY_KIND_OF_NUMBER)),
+        (torch.bfloat16, rounded(EVERY_KIND_OF_NUMBER, torch.bfloat16)),
         (torch.float16, EVERY_KIND_OF_NUMBER.half()),
     ):
         copy = torch.empty(EVERY_KIND_OF_NUMBER.shape, dtype=dtype)

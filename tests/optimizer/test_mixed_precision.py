@@ -21,7 +21,7 @@ from megatron.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.optimizer.optimizer import MegatronOptimizer
 from megatron.optimizer.sgd import SGD
 from tests.helpers.dtypes import DtypesSeen
-from tests.helpers.numerics import assert_bitwise
+from tests.helpers.numerics import assert_bitwise, rounded
 from tests.optimizer.toy import data_parallel, loss_sum, optimizer_of, toy_batch, toy_model
 
 LOW = [torch.bfloat16, torch.float16]
@@ -59,7 +59,7 @@ def test_main_parameters_follow_a_float32_run_and_the_model_is_their_rounding(dt
     main = main_parameters(optimizers[0])
     for (name, parameter), other in zip(low.named_parameters(), single.parameters()):
         assert_bitwise(main[name], other.data, name)
-        assert_bitwise(parameter.data, other.data.to(dtype), name)
+        assert_bitwise(parameter.data, rounded(other.data, dtype), name)
 
 
 def test_updates_smaller_than_a_bfloat16_step_are_not_lost() -> None:
@@ -252,7 +252,7 @@ def test_the_model_is_the_rounding_of_the_main_parameters_as_soon_as_those_are_l
         tensor.normal_(generator=torch.Generator().manual_seed(4))
     optimizer.after_load()
     for name, parameter in model.named_parameters():
-        assert_bitwise(parameter.data, main[name].to(dtype), name)
+        assert_bitwise(parameter.data, rounded(main[name], dtype), name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.config.pipeline_layout import StageLayout
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.grad_buffer import main_grad_of
+from megatron.core.kernels.float_halves import Halves, Numbers
 from megatron.core.parallel_state import build_parallel_state
 from megatron.core.rank_grid import RankGrid
 from megatron.core.shard import name_parameters, shard_of
@@ -42,9 +43,14 @@ def microbatches_of(run: Run, consumed: int) -> Sequence[GPTBatch]:
 def state_of(run: Run) -> dict[str, Tensor]:
     """Parameters of the model, main parameters and optimizer state, copied."""
     tensors = {f"model.{shard_of(p).name}": p.data for chunk in run.chunks for p in chunk.module.parameters()}
-    tensors |= {f"main {named.key}": named.tensor for named in run.optimizer.named_main_parameters()}
-    tensors |= {named.key: named.tensor for named in run.optimizer.named_state()}
+    for named in run.optimizer.named_main_parameters():
+        tensors[f"main.{named.key.removeprefix('model.')}"] = whole(named.tensor)
+    tensors |= {named.key: whole(named.tensor) for named in run.optimizer.named_state()}
     return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def whole(numbers: Numbers) -> Tensor:
+    return numbers.joined() if isinstance(numbers, Halves) else numbers
 
 
 def test_losses_fall(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -126,7 +126,8 @@ class Sides:
         """Between the fp32 parameters of the two sides."""
         ours = {named.key: named.tensor for named in self.ours.named_main_parameters()}
         keys = [f"model.{shard_of(parameter).name}" for parameter in self.parameters]
-        return max(float((ours[key] - main.detach()).abs().max()) for key, main in zip(keys, self.main))
+        pairs = [(ours[key], main.detach()) for key, main in zip(keys, self.main)]
+        return max(float((mine - main).abs().max()) for mine, main in pairs if isinstance(mine, Tensor))
 
 
 class Triad:

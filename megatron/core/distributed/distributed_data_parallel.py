@@ -32,6 +32,7 @@ class DistributedDataParallelConfig:
         bucket_size: parameters after which a bucket is closed; None: it never is.
         average_in_collective: losses carry the number of ranks as a factor, which the collective divides by.
         pad_buckets_for_high_nccl_busbw: make the lengths of buckets multiples of 2**16.
+        matrices_apart: have the matrices inside layers in buckets of their own, for an update rule of their own.
     """
 
     use_distributed_optimizer: bool = False
@@ -40,6 +41,7 @@ class DistributedDataParallelConfig:
     bucket_size: int | None = None
     average_in_collective: bool = False
     pad_buckets_for_high_nccl_busbw: bool = False
+    matrices_apart: bool = False
 
 
 class DistributedDataParallel(nn.Module):
@@ -78,13 +80,14 @@ class DistributedDataParallel(nn.Module):
         self.grad_dtype = grad_dtype
         self.config = config or DistributedDataParallelConfig()
         trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        by_kind: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
         # About the order in which a backward pass finishes the gradients.
         for name, parameter in reversed(trainable):
             assert torch.promote_types(parameter.dtype, grad_dtype) == grad_dtype, (
                 f"the gradient of {name}, a {parameter.dtype} parameter, does not fit in {grad_dtype}"
             )
-            by_dtype.setdefault(parameter.dtype, []).append((name, parameter))
+            apart = self.config.matrices_apart and bool(shard_of(parameter).matrices)
+            by_kind.setdefault((parameter.dtype, apart), []).append((name, parameter))
         self.grad_buffers = tuple(
             GradBuffer(
                 bucket_contents(named, self.config),
@@ -93,7 +96,7 @@ class DistributedDataParallel(nn.Module):
                 sharded=self.config.use_distributed_optimizer,
                 bucket_multiple=self._bucket_multiple(),
             )
-            for named in by_dtype.values()
+            for named in by_kind.values()
         )
         self.replicated_spans: tuple[ReplicatedSpans, ...] = find_replicated_spans(self.trainable_parameters())
         self._bucket_of = {entry.parameter: bucket for bucket in self.buckets for entry in bucket.entries}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,13 @@ from torch import Tensor, nn
 from megatron.core import collectives
 from megatron.core.collectives import Reduction
 from megatron.core.comm_group import CommGroup
+from megatron.core.kernels.float_halves import Numbers
 
 # Each parameter starts on a multiple of this many elements: whole cache lines and whole vectors in any dtype,
 # and any slice of the buffer that is cut on such a boundary is updated with the same bits as the whole.
 ALIGNMENT = 64
+
+NumbersT = TypeVar("NumbersT", bound=Numbers)
 
 
 def main_grad_of(parameter: Tensor) -> Tensor:
@@ -73,9 +76,9 @@ class EntrySlice:
     def parameter(self) -> nn.Parameter:
         return self.entry.parameter
 
-    def view(self, flat: Tensor) -> Tensor:
+    def view(self, flat: NumbersT) -> NumbersT:
         """The part of a flat tensor, as long as the slice, that belongs to these elements, [stop - first]."""
-        return flat[self.start : self.start + self.stop - self.first]
+        return cast(NumbersT, flat[self.start : self.start + self.stop - self.first])
 
 
 class Bucket:

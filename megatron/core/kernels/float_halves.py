@@ -8,11 +8,64 @@ and one nearest bfloat16, one may have been rounded up to it and the other down.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 _TIE = 0x8000
 _NOT_A_NUMBER = 0x7FC0
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Float32 numbers that `split_` has cut, to be indexed, viewed and written to as the tensor that they stand for.
+
+    Attributes:
+        upper: bfloat16.
+        lower: int16, of the same shape.
+    """
+
+    upper: Tensor
+    lower: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.upper.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.upper.device
+
+    def numel(self) -> int:
+        return self.upper.numel()
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def __getitem__(self, index: Any) -> Halves:
+        return Halves(self.upper[index], self.lower[index])
+
+    def view(self, shape: tuple[int, ...]) -> Halves:
+        return Halves(self.upper.view(shape), self.lower.view(shape))
+
+    def detach(self) -> Halves:
+        return Halves(self.upper.detach(), self.lower.detach())
+
+    def copy_(self, wide: Tensor) -> None:
+        split_(wide.to(torch.float32), self.upper, self.lower)
+
+    def joined(self) -> Tensor:
+        """The numbers as a tensor, twice the memory of the upper half: to be called on parts."""
+        return joined(self.upper, self.lower)
+
+
+Numbers = Tensor | Halves
 
 
 def narrow_(wide: Tensor, low_precision: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.extension import BEST_INSTRUCTION_SET, compiled_function, tensor_argument
+from megatron.core.kernels.float_halves import Halves, Numbers
 
 Span = tuple[int, int]  # first and last + 1 element of a flat tensor
 
@@ -16,7 +17,7 @@ Span = tuple[int, int]  # first and last + 1 element of a flat tensor
 _TILE = 4096
 # Rows of this many elements are summed in the tensor's dtype by plain torch, the sums of the rows in float64.
 _ROW = 4096
-# The exact sum of plain torch converts this many elements at a time.
+# The exact sum of plain torch converts this many elements at a time, that of halves joins them.
 _EXACT_BLOCK = 2**20
 
 
@@ -34,15 +35,17 @@ class ElementSpans:
         self.tiles = torch.tensor(tiles, dtype=torch.int64, device=device).view(-1, 2)
 
 
-def sum_of_squares(flat: Tensor, spans: ElementSpans) -> Tensor:
+def sum_of_squares(flat: Numbers, spans: ElementSpans) -> Tensor:
     """Sum of the squares of the elements in `spans`, a float64 scalar on the device of `flat`.
 
     Finite exactly if all these elements are (in float64, if their squares are too). Deterministic: the bits depend on
     the elements and the spans alone, and with the compiled kernels not on the device either.
 
     Args:
-        flat: [n] float64, float32 or bfloat16.
+        flat: [n] float64, float32 or bfloat16; or float32 in halves.
     """
+    if isinstance(flat, Halves):
+        return _of_halves(flat, spans)
     if flat.is_cuda:
         compiled = compiled_function("sum_of_squares_cuda", reference_cost="some launches a span", device="cuda")
         return sum_of_squares_reference(flat, spans) if compiled is None else _on_gpu(compiled, flat, spans)
@@ -50,6 +53,16 @@ def sum_of_squares(flat: Tensor, spans: ElementSpans) -> Tensor:
     if compiled is None:
         return sum_of_squares_reference(flat, spans)
     return sum_of_squares_compiled(compiled, flat, spans, threads=torch.get_num_threads())
+
+
+def _of_halves(flat: Halves, spans: ElementSpans) -> Tensor:
+    """The same, with no more than a block of them joined at a time."""
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for first, last in spans.spans:
+        for start in range(first, last, _EXACT_BLOCK):
+            block = flat[start : min(start + _EXACT_BLOCK, last)].joined()
+            total += sum_of_squares(block, ElementSpans([(0, block.numel())], flat.device))
+    return total
 
 
 def sum_of_squares_compiled(
