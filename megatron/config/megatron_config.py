@@ -426,6 +426,13 @@ def _apex_problems(config: MegatronConfig) -> Iterator[Problem]:
             rule="the Adam of NVIDIA Apex knows whole parameters and moments in fp32 only",
             works="--kernels auto; or leave out --use-precision-aware-optimizer",
         )
+    if config.training.kernels == "apex" and config.optimizer.grad_reduce_in_bf16:
+        yield Problem(
+            flags=("--kernels", "--grad-reduce-in-bf16"),
+            value="apex",
+            rule="the Adam of NVIDIA Apex takes gradients in fp32 only",
+            works="--kernels auto; or leave out --grad-reduce-in-bf16",
+        )
     if config.training.kernels == "apex" and config.optimizer.precision == "fp64":
         yield Problem(
             flags=("--kernels", "--fp64"),

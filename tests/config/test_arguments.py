@@ -171,9 +171,17 @@ def test_a_just_in_time_compiler_cannot_be_off_and_on() -> None:
         parse_arguments(command_line("--disable-jit-fuser --torch-compile"), say=lambda text: None)
 
 
-def test_the_adam_of_apex_is_refused_for_float64() -> None:
-    with pytest.raises(ConfigError, match=r"--kernels.*apex.*the Adam of NVIDIA Apex computes in fp32"):
-        parse_arguments(command_line("--kernels apex --fp64"), say=lambda text: None)
+@pytest.mark.parametrize(
+    ("precision", "rule"),
+    [
+        ("--fp64", "computes in fp32, from fp32"),
+        ("--bf16 --grad-reduce-in-bf16", "takes gradients in fp32 only"),
+        ("--bf16 --use-precision-aware-optimizer --use-distributed-optimizer", "knows whole parameters"),
+    ],
+)
+def test_the_adam_of_apex_is_refused_for_what_is_not_float32(precision: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--kernels.*apex.*the Adam of NVIDIA Apex {rule}"):
+        parse_arguments(command_line(f"--kernels apex {precision}"), say=lambda text: None)
 
 
 def test_renamed_flags_are_said_in_one_line() -> None:

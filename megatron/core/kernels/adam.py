@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.apex import adamw_by_apex_, multi_tensor_adam
-from megatron.core.kernels.choice import OPERATION_OF
 from megatron.core.kernels.extension import (
     BEST_INSTRUCTION_SET,
     compiled_function,
-    implementation,
+    runs_in_apex,
     tensor_argument,
 )
 from megatron.core.kernels.float_halves import joined, narrow_, split_
@@ -113,7 +112,7 @@ def adamw_(
     if parameter.numel() == 0:
         return
     tensors = (parameter, gradient, exp_avg, exp_avg_sq)
-    if parameter.is_cuda and implementation(OPERATION_OF["adamw_cuda"], "cuda").name == "apex":
+    if runs_in_apex("adamw_cuda", parameter):
         assert remainder is None, "Apex knows whole parameters only"
         adamw_by_apex_(multi_tensor_adam(), *tensors, spans=spans, hyper=hyper, low_precision=low_precision)
         return

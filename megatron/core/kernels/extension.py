@@ -149,6 +149,11 @@ def compiled_function(name: str, *, reference_cost: str, device: DeviceType = "c
     return function
 
 
+def runs_in_apex(name: str, tensor: Tensor) -> bool:
+    """Whether the operation that calls `name` for such a tensor runs in NVIDIA Apex instead."""
+    return tensor.is_cuda and implementation(OPERATION_OF[name], "cuda").name == "apex"
+
+
 def tensor_argument(tensor: Tensor | None) -> tuple[int, str]:
     """Address and dtype of a contiguous tensor, as the kernels take it; None where they take none."""
     if tensor is None:
