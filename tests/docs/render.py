@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.config.megatron_flags import _ALREADY_SO, known_flag
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.options import flag_name
 from megatron.core.parallel_state import describe_groups
 from megatron.core.pipeline_parallel.schedule_plan import build_plan
 from megatron.core.pipeline_parallel.simulate import draw
@@ -69,11 +71,51 @@ def pipelines() -> str:
     return "\n".join(["```text", "\n\n".join(drawings), "```"])
 
 
+# Flags beside the defaults of adam, each a row of the table.
+_STATES = (
+    {},
+    {"precision": "bf16"},
+    {"precision": "bf16", "grad_reduce_in_bf16": True},
+    {"precision": "bf16", "use_precision_aware_optimizer": True},
+    {"precision": "bf16", "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    {
+        "precision": "bf16",
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bf16",
+        "exp_avg_sq_dtype": "bf16",
+        "main_grads_dtype": "bf16",
+    },
+    {"precision": "fp16"},
+    {"precision": "fp64"},
+    {"precision": "bf16", "optimizer": "sgd"},
+    {"precision": "bf16", "optimizer": "muon"},
+)
+
+
+def bytes_per_parameter() -> str:
+    lines = [
+        "| flags | weight | gradient | main weight and moments | together |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for fields in _STATES:
+        config = OptimizerConfig(lr=1e-4, **fields)
+        flags = " ".join(
+            f"--{value}" if name == "precision" else flag_name(name) + ("" if value is True else f" {value}")
+            for name, value in fields.items()
+        )
+        parts = (config.params_dtype.itemsize, config.grad_dtype.itemsize, config.state_bytes_per_parameter)
+        note = ", a matrix inside a layer" if config.optimizer == "muon" else ""
+        shown = f"`{flags}`{note}" if flags else "none"
+        lines.append(f"| {shown} | {' | '.join(map(str, parts))} | {config.bytes_per_parameter} |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "already-so": already_so,
     "refused": refused,
     "rank-map": rank_map,
     "pipelines": pipelines,
+    "bytes-per-parameter": bytes_per_parameter,
 }
 
 

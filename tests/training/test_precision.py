@@ -117,6 +117,45 @@ def test_an_overflow_halves_the_loss_scale_skips_the_step_and_the_run_goes_on() 
     assert not any(step.nan for step in steps)
 
 
+OVERFLOWING_SAMPLE = 9  # of the second iteration; on one of two data-parallel ranks
+
+
+def overflowing_forward_step(
+    batch: GPTBatch, chunk: nn.Module, hidden_states: Tensor | None, dropout: DropoutStream | None
+) -> Tensor | dict[str, Tensor]:
+    """A sample whose loss is finite, and whose gradients are not in float16."""
+    output = forward_step(batch, chunk, hidden_states, dropout)
+    if isinstance(output, Tensor) or OVERFLOWING_SAMPLE not in batch.sample_ids.tolist():
+        return output
+    return {name: loss * 1e30 for name, loss in output.items()}
+
+
+def steps_with_an_overflow(rank: int, world_size: int, *arguments: str) -> list[tuple[bool, float, float, bool]]:
+    """Of each step whether it was applied, its loss scale, the next learning rate, and whether any weight changed."""
+    run, _ = build(*arguments, rank=rank, world_size=world_size, forward_step=overflowing_forward_step)
+    told = []
+    for _ in range(4):
+        before = state_of(run)
+        report = train_step(run)
+        changed = any(not torch.equal(tensor, before[name]) for name, tensor in state_of(run).items())
+        told.append((report.applied, report.loss_scale, report.next_learning_rate, changed))
+    return told
+
+
+@pytest.mark.parametrize("hysteresis, after", [(1, 2.0**7), (2, 2.0**8)])
+@pytest.mark.parametrize("sharded", [(), ("--use-distributed-optimizer",)], ids=["", "sharded"])
+def test_an_overflow_on_one_rank_is_skipped_by_all(sharded: tuple[str, ...], hysteresis: int, after: float) -> None:
+    """Over stages and replicas. The step that follows has the scale that the hysteresis leaves, and is applied."""
+    flags = ("--fp16", "--initial-loss-scale", "256", "--hysteresis", str(hysteresis), "--lr-warmup-iters", "1")
+    layout = ("--pipeline-model-parallel-size", "2", "--train-iters", "6")
+    ranks = run_distributed(steps_with_an_overflow, 4, *flags, *layout, *sharded)
+    for told in ranks:
+        applied, scales, rates, changed = (list(column) for column in zip(*told))
+        assert applied == changed == [True, False, True, True]
+        assert scales == [2.0**8, 2.0**8, after, after]
+        assert rates[1] == rates[0]
+
+
 def test_the_loss_scale_and_its_counters_survive_a_resume(tmp_path: Path) -> None:
     arguments = [*FP16, "--initial-loss-scale", str(2.0**24), "--train-iters", "14", "--log-interval", "1"]
     _, straight = trained(*arguments)
