@@ -1,0 +1,38 @@
+"""The weight gradient of 16-bit layers on a CPU goes through a scratch, whatever its size, into `main_grad`."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron.core.tensor_parallel import async_linear
+from megatron.core.tensor_parallel.async_linear import accumulate_weight_gradient
+from tests.helpers.operations import RecordedOperations
+
+
+@pytest.mark.parametrize("scratch", [1, 24, 100, 1000], ids="scratch of {}".format)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_each_product_is_rounded_once_and_added(dtype: torch.dtype, scratch: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradient, x = (torch.randn(10, columns, generator=generator).to(dtype) for columns in (19, 12))
+    main_grad = torch.randn(19, 12, generator=generator)
+    expected = main_grad + (gradient.double().t() @ x.double())
+    with patch.object(async_linear, "_SCRATCH", scratch), patch.object(async_linear, "_PART", 7):
+        accumulate_weight_gradient(main_grad, gradient, x)
+    # a sum of ten products of numbers of one, rounded to the dtype
+    torch.testing.assert_close(main_grad.double(), expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
+
+
+def test_no_tensor_is_larger_than_the_scratch() -> None:
+    gradient, x = torch.ones(10, 64, dtype=torch.bfloat16), torch.ones(10, 12, dtype=torch.bfloat16)
+    with (
+        patch.object(async_linear, "_SCRATCH", 48),
+        patch.object(async_linear, "_PART", 16),
+        RecordedOperations() as recorded,
+    ):
+        accumulate_weight_gradient(torch.zeros(64, 12), gradient, x)
+    made = {output.untyped_storage().nbytes() for output in recorded.outputs if output.dtype == torch.bfloat16}
+    made -= {gradient.untyped_storage().nbytes()}
+    assert max(made) <= 48 * 2
