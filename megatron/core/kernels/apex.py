@@ -72,6 +72,16 @@ def normalization() -> Any:
     return importlib.import_module("apex.normalization.fused_layer_norm")
 
 
+def norm_by_apex(apex: Any, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """`norm` by `normalization()`."""
+    normed: Tensor
+    if bias is None:
+        normed = apex.fused_rms_norm_affine(x, weight, weight.shape, epsilon)
+    else:
+        normed = apex.fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon)
+    return normed
+
+
 def adamw_by_apex_(
     adam: Callable[..., None],
     parameter: Tensor,
