@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,14 @@ from megatron.core.comm_group import CommGroup
 from megatron.core.device import to_device
 from megatron.core.kernels import cross_entropy
 from megatron.core.kernels.adam import adamw_, adamw_reference_
+from megatron.core.kernels.cross_entropy import (
+    LogitGradient,
+    compute_dtype,
+    logit_gradient,
+    logit_gradient_reference,
+    logit_statistics,
+    logit_statistics_reference,
+)
 from megatron.core.kernels.extension import load_extension
 from megatron.core.kernels.float_halves import joined
 from megatron.core.kernels.grad_norm import ElementSpans, sum_of_squares
@@ -25,6 +34,7 @@ from megatron.model.attention import attention_weights, fused_attention, weighte
 from megatron.model.masks import alibi_slopes, attention_mask
 from tests.gpu.runs import CPU, CUDA
 from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_reference_error, rounded
+from tests.helpers.tools import command
 from tests.optimizer.test_adam_kernel import (
     HYPER,
     SIZES,
@@ -209,12 +219,47 @@ def test_cross_entropy_is_that_of_a_cpu(
     target = torch.randint(VOCABULARY, (37, 2), generator=generator)
     plain, exact = token_losses(logits, target), token_losses(logits.double(), target)
     if implementation == "torch":
-        monkeypatch.setattr(cross_entropy, "_compiled", lambda name, logits: None)
+        monkeypatch.setattr(cross_entropy, "compiled_for", lambda name, logits, *, reference_cost: None)
         monkeypatch.setattr(cross_entropy, "_ACCELERATOR_BLOCK", 1 << 13)
     mine = token_losses(logits.to(CUDA), target.to(CUDA))
     assert_parity(mine[0].cpu(), exact[0].to(mine[0].dtype), "losses")
     assert_as_exact(mine[1], plain[1], exact[1], "gradient")
     assert not mine[1][..., VOCABULARY:].any(), "the padding has a gradient"
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "valid"), [(1, 1, 1), (3, 7, 5), (37, 1024, 1003), (130, 255, 255), (2, 50_304, 50_257)]
+)
+@EACH_DTYPE
+def test_the_kernels_of_cross_entropy_are_the_references(dtype: torch.dtype, rows: int, width: int, valid: int) -> None:
+    """Of logits in which other columns than the valid ones are not even numbers."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(rows, width, generator=generator)).to(dtype)
+    logits[:, valid:] = torch.nan
+    target = torch.randint(valid, (rows,), generator=generator)
+    exact = logit_statistics_reference(logits.double(), target, valid=valid, with_logit_sum=True)
+    mine = logit_statistics(logits.to(CUDA), target.to(CUDA), valid=valid, with_logit_sum=True)
+    for name, value, expected in zip(exact._fields, mine, exact):
+        assert value is not None and expected is not None
+        assert_parity(value.cpu(), expected.to(value.dtype), name)
+    gradients = []
+    for where, of_dtype in ((CUDA, dtype), (CPU, dtype), (CPU, torch.float64)):
+        values = logits.clone().to(where, of_dtype)
+        numbers = [tensor.to(where, compute_dtype(values)) for tensor in (exact.maximum, exact.sum, 1 / exact.sum)]
+        of_rows = LogitGradient(
+            maximum=numbers[0], sum=numbers[1], scale=numbers[2], on_target=0.8, on_each=0.1 / valid
+        )
+        write = logit_gradient if where == CUDA else logit_gradient_reference
+        write(values, target.to(where), of_rows, valid=valid, out=values)  # over the logits
+        gradients.append(values)
+    assert_as_exact(gradients[0], gradients[1], gradients[2], "gradient")
+    assert not gradients[0][:, valid:].any()
+
+
+def test_the_doctor_finds_the_kernels_of_a_gpu_right() -> None:
+    words = command("doctor", "--device", "cuda", "--kernels", "native")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---- attention ----
