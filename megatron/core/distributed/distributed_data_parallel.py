@@ -81,7 +81,7 @@ class DistributedDataParallel(nn.Module):
         self.config = config or DistributedDataParallelConfig()
         trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         by_kind: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-        # About the order in which a backward pass finishes the gradients.
+        # Reversed, that is about the order in which a backward pass finishes the gradients.
         for name, parameter in reversed(trainable):
             assert torch.promote_types(parameter.dtype, grad_dtype) == grad_dtype, (
                 f"the gradient of {name}, a {parameter.dtype} parameter, does not fit in {grad_dtype}"
@@ -99,6 +99,12 @@ class DistributedDataParallel(nn.Module):
             for named in by_kind.values()
         )
         self.replicated_spans: tuple[ReplicatedSpans, ...] = find_replicated_spans(self.trainable_parameters())
+        arrival = {parameter: i for i, (_, parameter) in enumerate(reversed(trainable))}
+        buckets = [bucket for buffer in self.grad_buffers for bucket in buffer.buckets]
+        # In the order in which they are reduced; the next forward pass needs them about the other way round.
+        self.buckets = tuple(
+            sorted(buckets, key=lambda bucket: max(arrival[entry.parameter] for entry in bucket.entries))
+        )
         self._bucket_of = {entry.parameter: bucket for bucket in self.buckets for entry in bucket.entries}
         self._reduced: set[Bucket] = set()
         self._non_finite: list[str] = []
@@ -112,11 +118,6 @@ class DistributedDataParallel(nn.Module):
     def _bucket_multiple(self) -> int:
         multiple = ALIGNMENT * (self.data_group.size if self.config.use_distributed_optimizer else 1)
         return lcm(multiple, _BUS_BANDWIDTH_MULTIPLE) if self.config.pad_buckets_for_high_nccl_busbw else multiple
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """In the order in which they are reduced; the next forward pass needs them about the other way round."""
-        return tuple(bucket for buffer in self.grad_buffers for bucket in buffer.buckets)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """In the order of the buffers, the same on all ranks that hold a shard of this chunk."""

@@ -2,7 +2,7 @@
 
 Note [Gradient finalization order]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-After the last backward pass of a step, once, and in this order:
+After the last backward pass of a step, once for each element, and in this order:
 
 1. Partial gradients over the tensor-parallel group. Under sequence parallelism each rank saw only its part of
    the sequence at the norms and row-parallel biases, and only its heads at the norms of queries and keys:
@@ -10,17 +10,20 @@ After the last backward pass of a step, once, and in this order:
 2. Replicated key and value heads over the tensor-parallel group. With fewer groups of them than ranks, several ranks
    hold a group, each for its own query heads: partial sums again, but of some rows of a parameter that is otherwise
    split.
-3. Everything over the data-parallel group, in place in the buffers.
+3. Everything over the data-parallel group, bucket by bucket in place in the buffers. With `overlap_grad_reduce` the
+   buckets that 1 and 2 do not touch have begun in the last backward pass; those that they do touch are late, and begin
+   here. With slices (Note [Slices]) each rank has the sum in its slice only.
 4. Tied embeddings over the embedding group. The first stage has the gradient of looking tokens up, the last one that
-   of the output layer: one parameter, two summands.
+   of the output layer: one parameter, two summands. Of slices each rank sums its own: a bucket of tied parameters alone,
+   in the order of their names, puts the same elements at the same places on both stages.
 
 All are sums in place in `main_grad`, so none may run twice, nor before the last micro-batch: the second time it would
 add up what is summed already. Sums commute but for their rounding, and that decides the place of 4: it adds two
 numbers, which gives both stages the same bits, while 3 adds many, in an order that depends on where an element lies
 in its buffer. Were 3 the last, the two copies of a tied embedding would differ in their last bit, drift apart, and a
-resumed run, which loads one copy into both, would not be the run that was never stopped. (A distributed optimizer,
-whose 3 leaves each rank a slice of the sum, must reduce the tied gradients apart.) The global norm and the clipping
-come after all four: before 4 the two copies have different gradients and would be clipped and updated differently.
+resumed run, which loads one copy into both, would not be the run that was never stopped. The global norm and the
+clipping come after all four: before 4 the two copies have different gradients and would be clipped and updated
+differently.
 tests/parity holds that all holders of an element have the same bits.
 """
 
