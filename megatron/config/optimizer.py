@@ -190,12 +190,17 @@ class OptimizerConfig:
     def state_bytes_per_parameter(self) -> int:
         """Of main weight and optimizer state, which a distributed optimizer spreads over data-parallel ranks.
 
-        With muon those of a matrix inside a layer; the few others have the moments of Adam in place of one momentum.
+        With muon those of a matrix inside a layer.
         """
         wide = self.main_dtype.itemsize
         states = {"adam": 2, "muon": 1, "sgd": int(self.sgd_momentum > 0)}[self.optimizer]
         main = 2 if self.main_in_halves else wide if self.params_dtype != self.main_dtype else 0
         return main + states * wide - 2 * len(self.narrow_states)
+
+    @property
+    def state_bytes_outside_layers(self) -> int:
+        """The same of embeddings, output layer and vectors: to muon the moments of Adam in place of one momentum."""
+        return self.state_bytes_per_parameter + (self.main_dtype.itemsize if self.optimizer == "muon" else 0)
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""

@@ -61,11 +61,16 @@ def predict_memory(config: MegatronConfig, *, padded_vocab_size: int) -> tuple[S
             )
             for chunk in chunks
         )
+        matrices = sum(len(chunk.layers) for chunk in chunks) * matrix_elements_of_layer(
+            config.model, config.parallel.tensor_model_parallel_size
+        )
+        state = matrices * optimizer.state_bytes_per_parameter
+        state += (elements - matrices) * optimizer.state_bytes_outside_layers
         stages.append(
             StageMemory(
                 parameters=elements * optimizer.params_dtype.itemsize,
                 gradients=elements * optimizer.grad_dtype.itemsize,
-                optimizer=elements * optimizer.state_bytes_per_parameter // owners,
+                optimizer=state // owners,
                 activations=peak_of_plan(plan, [chunk_bytes(config, chunk, padded_vocab_size) for chunk in chunks]),
                 recomputed=max(recomputed_bytes(config, chunk) for chunk in chunks),
             )
@@ -94,6 +99,14 @@ def peak_of_plan(plan: StagePlan, bytes_of_chunk: Sequence[int]) -> int:
     return peak
 
 
+def matrix_elements_of_layer(model: TransformerConfig, tensor_parallel_size: int) -> int:
+    """Elements of the four matrices of a layer on a rank, with keys and values that other ranks hold too."""
+    t = tensor_parallel_size
+    queries, groups = model.query_size // t, max(1, model.query_groups // t)
+    projection = queries + 2 * groups * model.head_dim
+    return model.hidden_size * (projection + queries + model.fc1_size // t + model.ffn_size // t)
+
+
 def elements_of_chunk(
     model: TransformerConfig, stage: StageLayout, *, tensor_parallel_size: int, padded_vocab_size: int
 ) -> int:
@@ -102,8 +115,8 @@ def elements_of_chunk(
     t, hidden = tensor_parallel_size, model.hidden_size
     norm = 1 if model.normalization == "RMSNorm" else 2
     queries, groups = model.query_size // t, max(1, model.query_groups // t)
-    projection, fc1, fc2 = queries + 2 * groups * model.head_dim, model.fc1_size // t, model.ffn_size // t
-    layer = hidden * (projection + queries + fc1 + fc2) + 2 * norm * hidden
+    projection, fc1 = queries + 2 * groups * model.head_dim, model.fc1_size // t
+    layer = matrix_elements_of_layer(model, t) + 2 * norm * hidden
     if model.add_bias_linear:
         layer += projection + fc1 + 2 * hidden
     elif model.add_qkv_bias:

@@ -18,7 +18,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.schedule_plan import Plan, build_plan
-from megatron.core.shard import Init, Shard, has_shard, name_parameters, set_shard, whole_pieces
+from megatron.core.shard import Init, Shard, has_shard, name_parameters, set_shard, shard_of, whole_pieces
 from megatron.model.flops import built_parameter_count
 from megatron.model.init import initialize_weights
 from megatron.tokenizer.build import build_tokenizer
@@ -98,6 +98,8 @@ def build_chunks(
         if config.training.torch_compile:
             _compile_layers(module)
         modules.append(module)
+    if config.optimizer.optimizer == "muon":
+        _check_matrices(context, modules)
     choices = config.data_parallel
     trainable = [p for module in modules for p in dict.fromkeys(module.parameters()) if p.requires_grad]
     ddp_config = DistributedDataParallelConfig(
@@ -127,6 +129,16 @@ def _compile_layers(module: nn.Module) -> None:
         )
     for layer in module.layers_to_compile():
         layer.compile()
+
+
+def _check_matrices(context: MegatronContext, modules: Sequence[nn.Module]) -> None:
+    """Refuse Muon for a model that has none of the matrices that it is for; a collective over the model's ranks."""
+    mine = sum(bool(shard_of(parameter).matrices) for module in modules for parameter in module.parameters())
+    if int(all_reduce(torch.tensor(mine, device=context.device), context.state.model)) == 0:
+        raise UserError(
+            f"--optimizer muon: {type(modules[0]).__name__} marks no parameter as a matrix inside a layer, so that all "
+            f"would be updated by AdamW; mark them with set_matrices() of megatron.core.shard, or use --optimizer adam"
+        )
 
 
 def _adopt_plain_parameters(module: nn.Module, context: MegatronContext) -> None:

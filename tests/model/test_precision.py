@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.model.attention import attention_weights
 from megatron.model.gpt_model import GPTModel
 from tests.helpers.distributed import run_distributed
-from tests.helpers.numerics import assert_all_parity, assert_parity, assert_within_reference_error
+from tests.helpers.numerics import assert_all_parity, assert_bitwise, assert_parity, assert_within_reference_error
 from tests.model.tiny import ARCHITECTURES, batch, build, jitter, tiny_config
 from tests.training.runs import rows_on_ranks, trained
 
@@ -92,6 +92,17 @@ def test_only_the_residual_stream_is_wide(architecture: str, dtype: torch.dtype)
             module.register_forward_hook(note("layer" if kind.isdigit() else "product"))
     losses_and_gradients(model, dropout=False)
     assert seen == {"product": {dtype}, "layer": {torch.float32}}
+
+
+def test_a_wide_stream_is_recomputed_to_the_same_bits() -> None:
+    results = []
+    for changes in ({}, {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")}):
+        config = tiny_config(fp32_residual_connection=True, **changes)
+        results.append(losses_and_gradients(build(config, dtype=torch.bfloat16), dropout=False))
+    (losses, gradients), (again, others) = results
+    assert_bitwise(again, losses)
+    for name, gradient in gradients.items():
+        assert_bitwise(others[name], gradient, name)
 
 
 BF16 = ("--bf16", "--fp32-residual-connection", "--train-iters", "2")

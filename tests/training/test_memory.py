@@ -30,6 +30,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp2-vpp2": (2, ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")),
     "tp2-sp": (2, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "sharded": (2, ("--use-distributed-optimizer",)),
+    "muon": (1, ("--optimizer", "muon")),
+    "halves": (1, ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16")),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 from megatron.config.arguments import parse_arguments
+from megatron.config.problems import UserError
 from megatron.training.metrics import StepReport
 from megatron.training.pretrain import build_run, train
 from megatron.training.run import Hook, Run
@@ -54,6 +55,11 @@ def run_of(model: type[MyModel], *arguments: str) -> Run:
     return build_run(
         context, my_datasets, lambda context, stage, vocabulary: model(vocabulary.size, 16), my_forward_step
     )
+
+
+def test_muon_needs_a_matrix_that_is_marked() -> None:
+    with pytest.raises(UserError, match=r"--optimizer muon: MyModel marks no parameter .* set_matrices\(\)"):
+        run_of(MyModel, "--optimizer", "muon")
 
 
 def test_a_plain_module_trains_and_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

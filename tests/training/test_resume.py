@@ -265,7 +265,7 @@ def test_to_fp64_and_back_weights_and_state_are_converted_and_a_line_says_so(
             assert_bitwise(tensor, before[name].to(main), name)
 
 
-@pytest.mark.parametrize("saved, present", [("adam", "sgd"), ("sgd", "adam")])
+@pytest.mark.parametrize("saved, present", [("adam", "sgd"), ("sgd", "adam"), ("adam", "muon")])
 def test_another_optimizer_is_refused_in_one_sentence(saved: str, present: str, tmp_path: Path) -> None:
     trained("--optimizer", saved, "--save", str(tmp_path))
     go_on = ["--optimizer", present, "--load", str(tmp_path), "--train-iters", "4", "--override-opt_param-scheduler"]
