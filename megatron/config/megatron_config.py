@@ -191,6 +191,7 @@ class MegatronConfig:
             found += self.data.source_problems()
             found += self.training.horizon_problems()
             found += _residual_problems(self)
+            found += _gather_problems(self)
             found += _length_problems(self)
             found += _sample_problems(self)
             found += _unavailable(self)
@@ -439,6 +440,16 @@ def _apex_problems(config: MegatronConfig) -> Iterator[Problem]:
             value="apex",
             rule="the Adam of NVIDIA Apex computes in fp32, from fp32",
             works="--kernels auto; --bf16, --fp16 or fp32 without a flag",
+        )
+
+
+def _gather_problems(config: MegatronConfig) -> Iterator[Problem]:
+    if config.data_parallel.overlap_param_gather and config.model.fuses_output_layer:
+        yield Problem(
+            flags=("--overlap-param-gather", "--cross-entropy-fusion-impl"),
+            rule="lets a layer wait for its weight when it is called, and with --cross-entropy-fusion-impl linear the "
+            "loss reads that of the output layer without calling it",
+            works="leave out --overlap-param-gather; or --cross-entropy-fusion-impl native",
         )
 
 

@@ -211,6 +211,13 @@ REFUSED = [
         2,
         ["--overlap-param-gather", "needs --overlap-grad-reduce", "--overlap-grad-reduce with it"],
     ),
+    (
+        "--overlap-param-gather --use-distributed-optimizer --overlap-grad-reduce --cross-entropy-loss-fusion "
+        "--cross-entropy-fusion-impl linear",
+        "",
+        2,
+        ["--overlap-param-gather", "without calling it", "--cross-entropy-fusion-impl native"],
+    ),
     ("--ddp-bucket-size 100", "", 2, ["--ddp-bucket-size 100", "needs --overlap-grad-reduce"]),
     ("--ddp-num-buckets 4", "", 2, ["--ddp-num-buckets 4", "needs --overlap-grad-reduce"]),
     (

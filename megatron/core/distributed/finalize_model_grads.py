@@ -10,12 +10,12 @@ After the last backward pass of a step, once for each element, and in this order
 2. Replicated key and value heads over the tensor-parallel group. With fewer groups of them than ranks, several ranks
    hold a group, each for its own query heads: partial sums again, but of some rows of a parameter that is otherwise
    split.
-3. Everything over the data-parallel group, bucket by bucket in place in the buffers. With `overlap_grad_reduce` the
-   buckets that 1 and 2 do not touch have begun in the last backward pass; those that they do touch are late, and begin
-   here. With slices (Note [Slices]) each rank has the sum in its slice only.
+3. Everything over the data-parallel group, bucket by bucket in place in the buffers. With `overlap_grad_reduce`
+   the buckets that 1 and 2 do not touch have begun in the last backward pass; those that they do touch are late, and
+   begin here. With slices (Note [Slices]) each rank has the sum in its slice only.
 4. Tied embeddings over the embedding group. The first stage has the gradient of looking tokens up, the last one that
-   of the output layer: one parameter, two summands. Of slices each rank sums its own: a bucket of tied parameters alone,
-   in the order of their names, puts the same elements at the same places on both stages.
+   of the output layer: one parameter, two summands. Of slices each rank sums its own: a bucket of tied parameters
+   alone, in the order of their names, puts the same elements at the same places on both stages.
 
 All are sums in place in `main_grad`, so none may run twice, nor before the last micro-batch: the second time it would
 add up what is summed already. Sums commute but for their rounding, and that decides the place of 4: it adds two
