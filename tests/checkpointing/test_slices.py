@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpointing.slices import Box, flat_bounds, flat_range_boxes, held_boxes, tiling_fault
-from megatron.core.shard import Init, Piece, Shard
+from megatron.checkpointing.slices import Box, flat_bounds, flat_range_boxes, held_boxes, held_parts, tiling_fault
+from megatron.core.shard import FlatRange, Init, NamedTensor, Piece, Shard
 from tests.checkpointing.layouts import ALONE
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
@@ -114,3 +116,34 @@ def test_a_shard_that_does_not_describe_its_tensor_is_refused(piece: Piece, loca
     shard = Shard(global_shape=(8, 3), dim=0, pieces=(piece,), group=ALONE, init=Init.zeros())
     with pytest.raises(ValueError, match=r"model\.w: a piece is"):
         held_boxes("model.w", shard, local_shape)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32))
+def test_a_slice_of_a_split_tensor_holds_its_elements_where_they_are_in_the_global_one(
+    rows: int, columns: int, cuts: int, seed: int
+) -> None:
+    """Pieces [gate; up] along either dimension, with padding behind them, cut anywhere."""
+    rng = random.Random(seed)
+    dim = rng.randrange(2)
+    lengths = [rows, columns]
+    lengths[dim] = 2 * lengths[dim]
+    whole = torch.arange(2 * lengths[0] * lengths[1]).view(*(2 * n if i == dim else n for i, n in enumerate(lengths)))
+    half = lengths[dim] // 2
+    pieces = (Piece(local=0, start=half, length=half), Piece(local=half, start=3 * half, length=half))
+    local = torch.cat([whole.narrow(dim, piece.start, piece.length) for piece in pieces], dim)
+    padding = torch.full((1, *local.shape[1:]) if dim == 0 else (local.shape[0], 1), -1)
+    local = torch.cat([local, padding], dim)
+    shard = Shard(global_shape=tuple(whole.shape), dim=dim, pieces=pieces, group=ALONE, init=Init.zeros())
+    found = torch.full_like(whole, -1)
+    borders = sorted({0, local.numel(), *(rng.randint(0, local.numel()) for _ in range(cuts))})
+    for first, stop in itertools.pairwise(borders):
+        elements = FlatRange(shape=tuple(local.shape), first=first, stop=stop)
+        for part in held_parts(
+            NamedTensor(key="x", tensor=local.flatten()[first:stop], shard=shard, elements=elements)
+        ):
+            assert bool((found[part.placed.index] == -1).all()), "an element comes twice"
+            found[part.placed.index] = part.values
+    expected = torch.full_like(whole, -1)
+    for piece in pieces:
+        expected.narrow(dim, piece.start, piece.length).copy_(whole.narrow(dim, piece.start, piece.length))
+    assert torch.equal(found, expected)
