@@ -21,6 +21,7 @@ from tests.data.corpora import numbered_corpus
 from tests.helpers.distributed import run_distributed
 from tests.helpers.launch import Launched, launch_tiny, pretrain_tiny, rows_of
 from tests.helpers.numerics import PARITY_FP32, PARITY_FP64, assert_bitwise, rounded
+from tests.parity.layouts import DATA_PARALLELISM
 from tests.training.runs import Recorder, build, counting_corpus, rows_on_ranks, trained
 from tests.training.test_train_step import microbatches_of, state_of
 
@@ -76,6 +77,7 @@ LAYOUTS = {
     "tp2": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
     "pp2": ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
     "dp2": ("--bf16",),
+    "zero2": ("--bf16", *DATA_PARALLELISM["zero-overlap"]),
 }
 KILLS = {"any-moment": kill_at_a_random_moment, "saving": kill_while_it_saves}
 
@@ -86,6 +88,8 @@ KILLS = {"any-moment": kill_at_a_random_moment, "saving": kill_while_it_saves}
         ("tp2", "saving"),
         ("pp2", "any-moment"),
         ("dp2", "saving"),
+        ("zero2", "saving"),
+        pytest.param("zero2", "any-moment", marks=pytest.mark.full),
         pytest.param("tp2", "any-moment", marks=pytest.mark.full),
         pytest.param("pp2", "saving", marks=pytest.mark.full),
         pytest.param("dp2", "any-moment", marks=pytest.mark.full),
@@ -146,8 +150,15 @@ def test_resumed_on_other_layouts_the_losses_are_the_same_to_rounding(
     go_on = [*arguments, "--load", str(tmp_path), "--exit-interval"]
     rows = timeless(trained(*arguments, "--exit-interval", "2")[1])
     for iteration, ranks, layout in (
-        (4, 2, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
-        (6, 4, ("--pipeline-model-parallel-size", "2")),
+        (3, 2, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+        (4, 2, DATA_PARALLELISM["zero"]),
+        (5, 4, ("--pipeline-model-parallel-size", "2")),
+        (
+            6,
+            6,
+            (*("--pipeline-model-parallel-size", "3", "--micro-batch-size", "2"), *DATA_PARALLELISM["zero-overlap"]),
+        ),
+        (7, 4, ("--tensor-model-parallel-size", "2", *DATA_PARALLELISM["zero-overlap"])),
         (8, 1, ("--micro-batch-size", "4")),
     ):
         rows += run_distributed(rows_on_ranks, ranks, *go_on, str(iteration), *layout)[-1]
