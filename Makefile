@@ -43,6 +43,7 @@ lint: $(STAMP)  ## ruff, mypy --strict and the import contract
 bench: $(STAMP)  ## measure against the alternatives, side by side
 	$(BIN)/python tools/benchmark/pretrain_vs_plain_loop.py
 	$(BIN)/python tools/benchmark/optimizer_step.py
+	$(BIN)/torchrun --nproc-per-node 2 tools/benchmark/activation_memory.py
 
 # Of all that pip says, the steps of the build, and the end where it fails.
 kernels: $(STAMP)  ## rebuild the compiled extension after a change in csrc/

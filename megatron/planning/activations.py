@@ -203,6 +203,7 @@ def _end_bytes(config: MegatronConfig, stage: StageLayout, padded_vocab_size: in
             kept += tokens * _INDEX
     if stage.has_output:
         kept += own_tokens * (model.hidden_size * (_residual_itemsize(config) + item) + _statistics_bytes(config))
-        kept += tokens * (padded_vocab_size // t) * item  # the logits
+        if not model.fuses_output_layer:
+            kept += tokens * (padded_vocab_size // t) * item  # the logits
         kept += tokens * (_INDEX + 2 * max(_FLOAT, item))  # targets, log-sum-exp, loss mask
     return kept
