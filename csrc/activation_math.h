@@ -36,7 +36,33 @@ MEGATRON_INLINE Number written_number(RealOf<Number> value) {
   }
 }
 
+// Calls body(number) with a number of the type, for the sake of its C++ type.
+template <typename Body>
+void with_number_of(NumberType type, const Body& body) {
+  switch (type) {
+    case NumberType::kFloat64:
+      return body(double{});
+    case NumberType::kBFloat16:
+      return body(BFloat16{});
+    case NumberType::kFloat16:
+      return body(Float16{});
+    default:
+      return body(float{});
+  }
+}
+
 #ifndef __CUDACC__
+
+// Sums and maxima are taken in so many lanes, whatever the vectors: with the same bits.
+constexpr std::int64_t kRowLanes = 32;
+
+template <typename Real>
+MEGATRON_INLINE Real sum_of_lanes(Real* lanes) {
+  for (std::int64_t half = kRowLanes / 2; half > 0; half /= 2) {
+    for (std::int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
 
 // a * b + c: rounded once where the instruction set has that (`fused`), else twice.
 template <bool fused>

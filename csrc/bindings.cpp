@@ -11,11 +11,13 @@
 #include <string>
 #include <utility>
 
+#include "activation.h"
 #include "cross_entropy.h"
 #include "fused_adam.h"
 #include "grad_norm.h"
 #include "index_builder.h"
 #include "instruction_set.h"
+#include "rms_norm.h"
 
 namespace py = pybind11;
 
@@ -180,6 +182,120 @@ void define_logit_gradient(py::module_& module, const char* name, Run run, const
       py::arg("gradient"), py::arg(extra_names)...);
 }
 
+// The same for the operators that follow: `run` gets structs, and extra arguments as they are.
+template <typename... Extra, typename Run, typename... ExtraNames>
+void define_rms_norm(py::module_& module, const char* name, Run run, const ExtraNames&... extra_names) {
+  module.def(
+      name,
+      [run](const Tensor& input, std::int64_t rows, std::int64_t width, Address weight, Address inverse,
+            Address output, double epsilon, const Extra&... extra) {
+        const megatron::FlatArray array = flat_array(input);
+        const megatron::RmsNorm norm{array.type, rows, width, array.data, pointer<const void>(weight),
+                                     pointer<void>(inverse)};
+        py::gil_scoped_release unlocked;
+        run(norm, pointer<void>(output), epsilon, extra...);
+      },
+      py::kw_only(), py::arg("input"), py::arg("rows"), py::arg("width"), py::arg("weight"), py::arg("inverse"),
+      py::arg("output"), py::arg("epsilon"), py::arg(extra_names)...);
+}
+
+template <typename... Extra, typename Run, typename... ExtraNames>
+void define_rms_norm_gradient(py::module_& module, const char* name, Run run, const ExtraNames&... extra_names) {
+  module.def(
+      name,
+      [run](const Tensor& input, std::int64_t rows, std::int64_t width, Address weight, Address inverse,
+            Address gradient, Address input_gradient, Address weight_gradients, std::int64_t group,
+            const Extra&... extra) {
+        const megatron::FlatArray array = flat_array(input);
+        const megatron::RmsNorm norm{array.type, rows, width, array.data, pointer<const void>(weight),
+                                     pointer<void>(inverse)};
+        const megatron::RmsNormGradient out{pointer<const void>(gradient), pointer<void>(input_gradient),
+                                            pointer<void>(weight_gradients), group};
+        py::gil_scoped_release unlocked;
+        run(norm, out, extra...);
+      },
+      py::kw_only(), py::arg("input"), py::arg("rows"), py::arg("width"), py::arg("weight"), py::arg("inverse"),
+      py::arg("gradient"), py::arg("input_gradient"), py::arg("weight_gradients"), py::arg("group"),
+      py::arg(extra_names)...);
+}
+
+template <typename... Extra, typename Run, typename... ExtraNames>
+void define_activation(py::module_& module, const char* name, megatron::Function function, Run run,
+                       const ExtraNames&... extra_names) {
+  module.def(
+      name,
+      [function, run](const Tensor& input, std::int64_t rows, std::int64_t width, Address output,
+                      const Extra&... extra) {
+        const megatron::FlatArray array = flat_array(input);
+        const megatron::Activation activation{function, array.type, rows, width, array.data};
+        py::gil_scoped_release unlocked;
+        run(activation, pointer<void>(output), extra...);
+      },
+      py::kw_only(), py::arg("input"), py::arg("rows"), py::arg("width"), py::arg("output"), py::arg(extra_names)...);
+}
+
+template <typename... Extra, typename Run, typename... ExtraNames>
+void define_activation_gradient(py::module_& module, const char* name, megatron::Function function, Run run,
+                                const ExtraNames&... extra_names) {
+  module.def(
+      name,
+      [function, run](const Tensor& input, std::int64_t rows, std::int64_t width, Address gradient,
+                      Address input_gradient, const Extra&... extra) {
+        const megatron::FlatArray array = flat_array(input);
+        const megatron::Activation activation{function, array.type, rows, width, array.data};
+        py::gil_scoped_release unlocked;
+        run(activation, pointer<const void>(gradient), pointer<void>(input_gradient), extra...);
+      },
+      py::kw_only(), py::arg("input"), py::arg("rows"), py::arg("width"), py::arg("gradient"), py::arg("input_gradient"),
+      py::arg(extra_names)...);
+}
+
+void define_functions(py::module_& module, const std::string& name, megatron::Function function) {
+  define_activation<std::int64_t, std::string>(module, (name + "_cpu").c_str(), function, &megatron::activation_cpu,
+                                               "threads", "instruction_set");
+  define_activation_gradient<std::int64_t, std::string>(module, (name + "_gradient_cpu").c_str(), function,
+                                                        &megatron::activation_gradient_cpu, "threads",
+                                                        "instruction_set");
+#ifdef MEGATRON_CUDA
+  define_activation<int, Address>(
+      module, (name + "_cuda").c_str(), function,
+      [](const megatron::Activation& activation, void* output, int device, Address stream) {
+        megatron::activation_cuda(activation, output, device, pointer<void>(stream));
+      },
+      "device", "stream");
+  define_activation_gradient<int, Address>(
+      module, (name + "_gradient_cuda").c_str(), function,
+      [](const megatron::Activation& activation, const void* gradient, void* input_gradient, int device,
+         Address stream) {
+        megatron::activation_gradient_cuda(activation, gradient, input_gradient, device, pointer<void>(stream));
+      },
+      "device", "stream");
+#endif
+}
+
+void define_activation_kernels(py::module_& module) {
+  define_functions(module, "gelu", megatron::Function::kGelu);
+  define_functions(module, "swiglu", megatron::Function::kSwiGlu);
+  define_rms_norm<std::int64_t, std::string>(module, "rms_norm_cpu", &megatron::rms_norm_cpu, "threads",
+                                             "instruction_set");
+  define_rms_norm_gradient<std::int64_t, std::string>(
+      module, "rms_norm_gradient_cpu", &megatron::rms_norm_gradient_cpu, "threads", "instruction_set");
+#ifdef MEGATRON_CUDA
+  define_rms_norm<int, Address>(
+      module, "rms_norm_cuda",
+      [](const megatron::RmsNorm& norm, void* output, double epsilon, int device, Address stream) {
+        megatron::rms_norm_cuda(norm, output, epsilon, device, pointer<void>(stream));
+      },
+      "device", "stream");
+  define_rms_norm_gradient<int, Address>(
+      module, "rms_norm_gradient_cuda",
+      [](const megatron::RmsNorm& norm, const megatron::RmsNormGradient& out, int device, Address stream) {
+        megatron::rms_norm_gradient_cuda(norm, out, device, pointer<void>(stream));
+      },
+      "device", "stream");
+#endif
+}
+
 void define_kernels(py::module_& module) {
   module.def("instruction_sets", &megatron::instruction_sets);
   define_adamw<std::int64_t, std::string>(module, "adamw_cpu", &megatron::adamw_cpu, "threads", "instruction_set");
@@ -238,6 +354,7 @@ void define_kernels(py::module_& module) {
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Compiled operators of megatron; each has a reference in Python beside its caller.";
   define_kernels(module);
+  define_activation_kernels(module);
   define_sample_index<std::int32_t>(module);
   define_sample_index<std::int64_t>(module);
   module.def("build_blend_index", &blend_index, py::arg("weights").noconvert(), py::arg("size"));

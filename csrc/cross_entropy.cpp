@@ -2,8 +2,7 @@
 
 #include <algorithm>
 
-#include "instruction_set.h"
-#include "parallel.h"
+#include "for_each_row.h"
 
 namespace megatron {
 
@@ -11,11 +10,7 @@ namespace {
 
 // So many logits of a row are read at a time, as Real in scratch in the first cache: each is read from memory once.
 constexpr std::int64_t kBlock = 512;
-// Sums and maxima are taken in so many lanes, whatever the vectors: with the same bits.
-constexpr std::int64_t kLanes = 32;
-static_assert(kBlock % kLanes == 0, "a block fills its lanes");
-// A thread is not worth waking for fewer logits.
-constexpr std::int64_t kGrain = 1 << 15;
+static_assert(kBlock % kRowLanes == 0, "a block fills its lanes");
 
 template <typename Real>
 constexpr Real kNone = -std::numeric_limits<Real>::infinity();
@@ -28,12 +23,12 @@ MEGATRON_INLINE Real larger(Real candidate, Real value) {
 // Both over a whole block of scratch, the rest of which is filled with what changes nothing.
 template <typename Real>
 MEGATRON_INLINE Real block_maximum(const Real* block) {
-  Real lanes[kLanes];
-  for (std::int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = kNone<Real>;
-  for (std::int64_t start = 0; start < kBlock; start += kLanes) {
-    for (std::int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = larger(block[start + lane], lanes[lane]);
+  Real lanes[kRowLanes];
+  for (std::int64_t lane = 0; lane < kRowLanes; ++lane) lanes[lane] = kNone<Real>;
+  for (std::int64_t start = 0; start < kBlock; start += kRowLanes) {
+    for (std::int64_t lane = 0; lane < kRowLanes; ++lane) lanes[lane] = larger(block[start + lane], lanes[lane]);
   }
-  for (std::int64_t half = kLanes / 2; half > 0; half /= 2) {
+  for (std::int64_t half = kRowLanes / 2; half > 0; half /= 2) {
     for (std::int64_t lane = 0; lane < half; ++lane) lanes[lane] = larger(lanes[lane + half], lanes[lane]);
   }
   return lanes[0];
@@ -41,14 +36,11 @@ MEGATRON_INLINE Real block_maximum(const Real* block) {
 
 template <typename Real>
 MEGATRON_INLINE Real block_sum(const Real* block) {
-  Real lanes[kLanes] = {};
-  for (std::int64_t start = 0; start < kBlock; start += kLanes) {
-    for (std::int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += block[start + lane];
+  Real lanes[kRowLanes] = {};
+  for (std::int64_t start = 0; start < kBlock; start += kRowLanes) {
+    for (std::int64_t lane = 0; lane < kRowLanes; ++lane) lanes[lane] += block[start + lane];
   }
-  for (std::int64_t half = kLanes / 2; half > 0; half /= 2) {
-    for (std::int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  }
-  return lanes[0];
+  return sum_of_lanes(lanes);
 }
 
 template <bool fused, typename Number>
@@ -106,78 +98,36 @@ MEGATRON_INLINE void row_gradient(const Logits& logits, const LogitGradient& out
   gradient[target] = written_number<Number>((probability - on_target) * scale - on_each);
 }
 
-template <bool fused, typename Number>
-MEGATRON_INLINE void each_row(const Logits& logits, const LogitStatistics& out, std::int64_t begin, std::int64_t end) {
-  for (std::int64_t row = begin; row < end; ++row) row_statistics<fused, Number>(logits, out, row);
-}
+struct StatisticsRows {
+  const Logits& logits;
+  const LogitStatistics& statistics;
 
-template <bool fused, typename Number>
-MEGATRON_INLINE void each_row(const Logits& logits, const LogitGradient& out, std::int64_t begin, std::int64_t end) {
-  for (std::int64_t row = begin; row < end; ++row) row_gradient<fused, Number>(logits, out, row);
-}
-
-template <typename Output>
-using Rows = void (*)(const Logits&, const Output&, std::int64_t, std::int64_t);
-
-template <typename Number, typename Output>
-void rows_generic(const Logits& logits, const Output& out, std::int64_t begin, std::int64_t end) {
-  each_row<false, Number>(logits, out, begin, end);
-}
-
-template <typename Number, typename Output>
-MEGATRON_TARGET_AVX2 void rows_avx2(const Logits& logits, const Output& out, std::int64_t begin, std::int64_t end) {
-  each_row<true, Number>(logits, out, begin, end);
-}
-
-template <typename Number, typename Output>
-MEGATRON_TARGET_AVX512 void rows_avx512(const Logits& logits, const Output& out, std::int64_t begin, std::int64_t end) {
-  each_row<true, Number>(logits, out, begin, end);
-}
-
-template <typename Number, typename Output>
-Rows<Output> rows_for(InstructionSet set) {
-  switch (set) {
-    case InstructionSet::kAvx512:
-      return rows_avx512<Number, Output>;
-    case InstructionSet::kAvx2:
-      return rows_avx2<Number, Output>;
-    default:
-      return rows_generic<Number, Output>;
+  template <bool fused, typename Number>
+  MEGATRON_INLINE void row(std::int64_t row) const {
+    row_statistics<fused, Number>(logits, statistics, row);
   }
-}
+};
 
-template <typename Output>
-Rows<Output> rows_for(NumberType type, InstructionSet set) {
-  switch (type) {
-    case NumberType::kFloat64:
-      return rows_for<double, Output>(set);
-    case NumberType::kBFloat16:
-      return rows_for<BFloat16, Output>(set);
-    case NumberType::kFloat16:
-      return rows_for<Float16, Output>(set);
-    default:
-      return rows_for<float, Output>(set);
+struct GradientRows {
+  const Logits& logits;
+  const LogitGradient& gradient;
+
+  template <bool fused, typename Number>
+  MEGATRON_INLINE void row(std::int64_t row) const {
+    row_gradient<fused, Number>(logits, gradient, row);
   }
-}
-
-template <typename Output>
-void run(const Logits& logits, const Output& out, std::int64_t threads, const std::string& instruction_set) {
-  const Rows<Output> rows = rows_for<Output>(logits.type, megatron::instruction_set(instruction_set));
-  const std::int64_t grain = std::max<std::int64_t>(1, kGrain / std::max<std::int64_t>(1, logits.width));
-  for_each_part(logits.rows, grain, threads,
-                [&](std::int64_t begin, std::int64_t end) { rows(logits, out, begin, end); });
-}
+};
 
 }  // namespace
 
 void logit_statistics_cpu(const Logits& logits, const LogitStatistics& statistics, std::int64_t threads,
                           const std::string& instruction_set) {
-  run(logits, statistics, threads, instruction_set);
+  for_each_row(StatisticsRows{logits, statistics}, logits.type, logits.rows, logits.width, threads, instruction_set);
 }
 
 void logit_gradient_cpu(const Logits& logits, const LogitGradient& gradient, std::int64_t threads,
                         const std::string& instruction_set) {
-  run(logits, gradient, threads, instruction_set);
+  for_each_row(GradientRows{logits, gradient}, logits.type, logits.rows, logits.width, threads, instruction_set);
 }
 
 }  // namespace megatron

@@ -167,19 +167,7 @@ void run(const Logits& logits, const Output& out, int device, void* stream) {
   if (logits.rows == 0) return;
   check(cudaSetDevice(device));  // this copy of the CUDA runtime has not heard which one torch's has chosen
   const auto queue = static_cast<cudaStream_t>(stream);
-  switch (logits.type) {
-    case NumberType::kFloat64:
-      launch_for<double>(logits, out, queue);
-      break;
-    case NumberType::kBFloat16:
-      launch_for<BFloat16>(logits, out, queue);
-      break;
-    case NumberType::kFloat16:
-      launch_for<Float16>(logits, out, queue);
-      break;
-    default:
-      launch_for<float>(logits, out, queue);
-  }
+  with_number_of(logits.type, [&](auto number) { launch_for<decltype(number)>(logits, out, queue); });
   check(cudaGetLastError());
 }
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.transformer import TransformerConfig
+from megatron.core.kernels.activation import gelu_tanh, swiglu
 from megatron.core.shard import Init, blocked_pieces, set_matrices
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.placement import Placement
@@ -70,29 +69,10 @@ def activate(x: Tensor, name: str) -> Tensor:
     squared ReLU: https://arxiv.org/abs/2109.08668.
     """
     if name == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
+        return gelu_tanh(x)
     if name == "gelu":
         return F.gelu(x)
     if name == "squared_relu":
         return F.relu(x).square()
     assert name == "swiglu", name
-    gated: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]
-    return gated
-
-
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of [gate; up], which is all that is kept: autograd would keep silu(gate), too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)  # [s, b, f/t] each
-        return F.silu(gate) * up
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        passed = gate.sigmoid()
-        slope = passed * (1 + gate * (1 - passed))  # of silu
-        return torch.cat((gradient * up * slope, gradient * (gate * passed)), dim=-1)
+    return swiglu(x)

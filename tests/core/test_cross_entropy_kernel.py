@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.arguments import compute_dtype
 from megatron.core.kernels.cross_entropy import (
     LogitGradient,
     LogitStatistics,
-    compute_dtype,
     logit_gradient_compiled,
     logit_gradient_reference,
     logit_statistics_compiled,
@@ -40,13 +41,11 @@ def compiled_statistics(
     module = load_extension()
     assert module is not None
     return logit_statistics_compiled(
-        module.logit_statistics_cpu,
+        partial(module.logit_statistics_cpu, threads=threads, instruction_set=instruction_set),
         logits,
         target,
         valid=valid,
         with_logit_sum=True,
-        threads=threads,
-        instruction_set=instruction_set,
     )
 
 
@@ -64,14 +63,12 @@ def compiled_gradient(
     assert module is not None
     out = torch.full_like(logits, math.nan) if out is None else out
     logit_gradient_compiled(
-        module.logit_gradient_cpu,
+        partial(module.logit_gradient_cpu, threads=threads, instruction_set=instruction_set),
         logits,
         target,
         gradient,
         valid=valid,
         out=out,
-        threads=threads,
-        instruction_set=instruction_set,
     )
     return out
 

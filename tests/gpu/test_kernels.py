@@ -15,9 +15,9 @@ from megatron.core.comm_group import CommGroup
 from megatron.core.device import to_device
 from megatron.core.kernels import cross_entropy
 from megatron.core.kernels.adam import adamw_, adamw_reference_
+from megatron.core.kernels.arguments import compute_dtype
 from megatron.core.kernels.cross_entropy import (
     LogitGradient,
-    compute_dtype,
     logit_gradient,
     logit_gradient_reference,
     logit_statistics,
@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.tensor_parallel.random import DropoutStream, dropout
 from megatron.model.attention import attention_weights, fused_attention, weighted_values
 from megatron.model.masks import alibi_slopes, attention_mask
+from tests.core.test_activation_kernels import OPERATIONS, results
 from tests.gpu.runs import CPU, CUDA
 from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_reference_error, rounded
 from tests.helpers.tools import command
@@ -260,6 +261,24 @@ def test_the_doctor_finds_the_kernels_of_a_gpu_right() -> None:
     words = command("doctor", "--device", "cuda", "--kernels", "native")
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- activations ----
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (40, 2, 66), (5, 1, 4000)], ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+@EACH_DTYPE
+def test_an_activation_is_that_of_a_cpu(
+    dtype: torch.dtype, operation: tuple[Any, Any, bool], shape: tuple[int, ...]
+) -> None:
+    function, plain, with_weight = operation
+    mine = results(function, with_weight, shape, dtype, wide=False, device=CUDA)
+    exact = results(plain, with_weight, shape, dtype, wide=True)
+    for name, one, other, best in zip(
+        ("output", "x", "weight"), mine, results(plain, with_weight, shape, dtype, wide=False), exact
+    ):
+        assert_as_exact(one, other, best, name)
 
 
 # ---- attention ----

@@ -55,6 +55,14 @@ OPERATIONS = (
         cuda=("logit_statistics_cuda", "logit_gradient_cuda"),
     ),
     Operation(
+        name="norm",
+        cpu=("rms_norm_cpu", "rms_norm_gradient_cpu"),
+        cuda=("rms_norm_cuda", "rms_norm_gradient_cuda"),
+        in_apex=True,
+    ),
+    Operation(name="gelu", cpu=("gelu_cpu", "gelu_gradient_cpu"), cuda=("gelu_cuda", "gelu_gradient_cuda")),
+    Operation(name="swiglu", cpu=("swiglu_cpu", "swiglu_gradient_cpu"), cuda=("swiglu_cuda", "swiglu_gradient_cuda")),
+    Operation(
         name="data index",
         cpu=(
             "build_sample_index_int32",

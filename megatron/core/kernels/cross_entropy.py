@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.extension import BEST_INSTRUCTION_SET, compiled_function, tensor_argument
+from megatron.core.kernels.arguments import compiled_for, compute_dtype
+from megatron.core.kernels.extension import tensor_argument
 
 # Logits that plain torch handles at a time. On a CPU, by each thread: a block of exponentials stays in the last-level
 # cache. Smaller blocks are no faster, and each of their operations is a parallel region of its own, at the end of which
@@ -26,7 +27,7 @@ _REFERENCE_COST = "2 to 4 times the time of the cross entropy"
 
 
 class LogitStatistics(NamedTuple):
-    """Of each row, all [n] in `compute_dtype`.
+    """Of each row, all [n] in the `compute_dtype` of the logits.
 
     Attributes:
         maximum: of the valid columns; -inf without any.
@@ -57,22 +58,16 @@ class LogitGradient:
     on_each: float
 
 
-def compute_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
 def logit_statistics(logits: Tensor, target: Tensor, *, valid: int, with_logit_sum: bool) -> LogitStatistics:
     """Statistics of the first `valid` columns of logits [n, w].
 
     Args:
         target: [n] int64, column of each row's target; outside of the valid ones it is in another part.
     """
-    compiled = _compiled("logit_statistics", logits)
+    compiled = compiled_for("logit_statistics", logits, reference_cost=_REFERENCE_COST)
     if compiled is None:
         return logit_statistics_reference(logits, target, valid=valid, with_logit_sum=with_logit_sum)
-    return logit_statistics_compiled(
-        compiled, logits, target, valid=valid, with_logit_sum=with_logit_sum, **_device_arguments(logits)
-    )
+    return logit_statistics_compiled(compiled, logits, target, valid=valid, with_logit_sum=with_logit_sum)
 
 
 def logit_gradient(logits: Tensor, target: Tensor, gradient: LogitGradient, *, valid: int, out: Tensor) -> None:
@@ -80,24 +75,11 @@ def logit_gradient(logits: Tensor, target: Tensor, gradient: LogitGradient, *, v
 
     It is zero from column `valid` on. Other arguments as for `logit_statistics`.
     """
-    compiled = _compiled("logit_gradient", logits)
+    compiled = compiled_for("logit_gradient", logits, reference_cost=_REFERENCE_COST)
     if compiled is None:
         logit_gradient_reference(logits, target, gradient, valid=valid, out=out)
     else:
-        logit_gradient_compiled(compiled, logits, target, gradient, valid=valid, out=out, **_device_arguments(logits))
-
-
-def _compiled(name: str, logits: Tensor) -> Callable[..., Any] | None:
-    if logits.is_cuda:
-        return compiled_function(f"{name}_cuda", reference_cost=_REFERENCE_COST, device="cuda")
-    return compiled_function(f"{name}_cpu", reference_cost=_REFERENCE_COST)
-
-
-def _device_arguments(logits: Tensor) -> dict[str, Any]:
-    """Those of the kernels for the device of the logits."""
-    if logits.is_cuda:
-        return {"device": logits.device.index, "stream": torch.cuda.current_stream(logits.device).cuda_stream}
-    return {"threads": torch.get_num_threads(), "instruction_set": BEST_INSTRUCTION_SET}
+        logit_gradient_compiled(compiled, logits, target, gradient, valid=valid, out=out)
 
 
 def _input_arguments(logits: Tensor, target: Tensor, valid: int) -> dict[str, Any]:
@@ -121,9 +103,8 @@ def logit_statistics_compiled(
     *,
     valid: int,
     with_logit_sum: bool,
-    **device_arguments: Any,
 ) -> LogitStatistics:
-    """The same by a kernel, which takes `threads` and `instruction_set`, or `device` and `stream`."""
+    """The same by a kernel of `compiled_for`."""
     rows = torch.empty(4, logits.shape[0], dtype=compute_dtype(logits), device=logits.device)
     maximum, total, target_logit, logit_sum = rows
     compiled(
@@ -132,7 +113,6 @@ def logit_statistics_compiled(
         sum=total.data_ptr(),
         target_logit=target_logit.data_ptr(),
         logit_sum=logit_sum.data_ptr() if with_logit_sum else 0,
-        **device_arguments,
     )
     return LogitStatistics(maximum, total, target_logit, logit_sum if with_logit_sum else None)
 
@@ -145,9 +125,8 @@ def logit_gradient_compiled(
     *,
     valid: int,
     out: Tensor,
-    **device_arguments: Any,
 ) -> None:
-    """The same by a kernel, which takes `threads` and `instruction_set`, or `device` and `stream`."""
+    """The same by a kernel of `compiled_for`."""
     of_rows = (gradient.maximum, gradient.sum, gradient.scale)
     for tensor in of_rows:
         assert tensor.dtype == compute_dtype(logits), tensor.dtype
@@ -163,7 +142,6 @@ def logit_gradient_compiled(
         on_target=gradient.on_target,
         on_each=gradient.on_each,
         gradient=out.data_ptr(),
-        **device_arguments,
     )
 
 

@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import all_reduce, all_reduce_
 from megatron.core.comm_group import CommGroup
+from megatron.core.kernels.arguments import compute_dtype
 from megatron.core.kernels.cross_entropy import (
     LogitGradient,
     LogitStatistics,
-    compute_dtype,
     logit_gradient,
     logit_statistics,
 )

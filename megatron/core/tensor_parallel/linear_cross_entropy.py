@@ -1,11 +1,11 @@
-"""The output layer and its cross entropy in one, without the logits: they exist for a chunk of the vocabulary at a time.
+"""The output layer and its cross entropy in one. The logits exist for a chunk of the vocabulary at a time.
 
 Chunks are of the vocabulary and not of the tokens. A chunk of tokens adds to the gradient of the whole output weight,
 the largest matrix of the model, which would be read and written once for each chunk; a chunk of the vocabulary writes
 its own rows of it once, and what it adds to is the gradient of the hidden states, which is small.
 
-Backward makes the logits again, for a third of the time of the output layer. Gradients made in forward would spare that,
-but they would have to be those of a loss that is not known yet: a token's share in it (a mask, the count of tokens of
+Backward makes the logits again, for a third of the output layer's time. Gradients made in forward would spare that, but
+they would have to be those of a loss that is not known yet: a token's share in it (a mask, the count of tokens of
 all micro-batches, a loss scale) comes with the gradient, and the sum over tokens in the weight's gradient can not be
 scaled token by token afterwards.
 """
@@ -21,10 +21,10 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import all_gather, all_reduce_, reduce_scatter
 from megatron.core.comm_group import CommGroup
+from megatron.core.kernels.arguments import compute_dtype
 from megatron.core.kernels.cross_entropy import (
     LogitGradient,
     LogitStatistics,
-    compute_dtype,
     logit_gradient,
     logit_statistics,
 )
