@@ -436,17 +436,22 @@ def test_a_start_without_a_gpu_says_so_unless_it_was_asked_for(
     assert "GB of memory" not in printed
 
 
-def test_a_model_that_a_nodes_memory_has_no_room_for_gets_a_warning_with_the_sizes() -> None:
-    """In parameters of 18 bytes: bf16 with a gradient, a main copy and two moments in fp32. Two of four ranks here."""
-    config = tiny_config("--bf16", "--tensor-model-parallel-size", "4", world_size=4)
-    state = replace(parallel_state.ParallelState.single(), grid=RankGrid(tp=4), nodes=("a", "a", "b", "b"))
+@pytest.mark.parametrize("tensor, flags, size", [(4, (), 18), (2, ("--use-distributed-optimizer",), 12)])
+def test_a_model_that_a_nodes_memory_has_no_room_for_gets_a_warning_with_the_sizes(
+    tensor: int, flags: tuple[str, ...], size: int
+) -> None:
+    """Of 18 bytes: bf16 with a gradient, a main copy and two moments in fp32, the last three of which two data-parallel
+    ranks may share. Two of four ranks here."""
+    config = tiny_config("--bf16", "--tensor-model-parallel-size", str(tensor), *flags, world_size=4)
+    grid = RankGrid(tp=tensor, dp=4 // tensor)
+    state = replace(parallel_state.ParallelState.single(), grid=grid, nodes=("a", "a", "b", "b"))
     assert config.tokenizer.vocab_size is not None
     parameters = parameter_count(config.model, config.tokenizer.vocab_size)
-    needed = parameters * 18 // 2
+    needed = parameters * size * 2 // tensor
     assert initialize._memory_warning(state, config, needed) == ""
     text = initialize._memory_warning(state, config, needed - 1)
     assert text.startswith(f"the 2 rank(s) of this node need more than {needed / 1e9:.1f} GB, and it has ")
-    assert f"{parameters:,} parameters or more, of 18 bytes each" in text
+    assert f"{parameters:,} parameters or more, of {size} bytes each" in text
 
 
 def test_a_start_warns_of_what_the_memory_has_no_room_for(
