@@ -18,17 +18,14 @@ the triad's.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from turns import Timed, cell, markdown, ratios, take_turns, write_json
 
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -45,9 +42,6 @@ BYTES_OF_UPDATE, BYTES_OF_TRIAD = 34, 12
 # squares of a parameter in fp32: its norm of 100 M elements is off by a hundredth, and with it the clip factor.
 TOLERANCE = 1e-2 * LEARNING_RATE
 WARM_UP_TURNS = 2
-
-# Runs once and returns nothing; what it needs anew each time is laid out before, untimed.
-Timed = Callable[[], None]
 
 
 class Weights(nn.Module):
@@ -156,7 +150,7 @@ class Result:
 
     def ratios(self, times: dict[str, list[float]]) -> list[float]:
         """Time of ours over that of torch's sequence, in each turn."""
-        return [ours / theirs for ours, theirs in zip(times["ours"], times["torch"])]
+        return ratios(times["ours"], times["torch"])
 
     def shares(self, times: dict[str, list[float]]) -> list[float]:
         """Bandwidth of ours over that of the triad, in each turn."""
@@ -182,47 +176,34 @@ def measure(count: int, elements: int, *, turns: int) -> Result:
     """
     sides, triad = Sides(count, elements), Triad(count * elements)
     runners: dict[str, Timed] = {"ours": sides.step_of_ours, "torch": sides.step_of_theirs, "triad": triad.run}
-    seconds: dict[str, list[float]] = {name: [] for name in runners}
-    cpu: dict[str, list[float]] = {name: [] for name in runners}
-    for turn in range(-WARM_UP_TURNS, turns):
-        sides.lay_out_gradients()
-        for name in list(runners) if turn % 2 == 0 else list(runners)[::-1]:
-            start, cpu_start = time.perf_counter(), time.process_time()
-            runners[name]()
-            elapsed, cpu_elapsed = time.perf_counter() - start, time.process_time() - cpu_start
-            if turn >= 0:
-                seconds[name].append(elapsed)
-                cpu[name].append(cpu_elapsed)
+
+    def check(turn: int) -> None:
         difference = sides.largest_difference()
         if turn < 0 and difference > TOLERANCE:
             raise RuntimeError(f"{count} x {elements}: the parameters of the two sides differ by {difference:.1e}")
+
+    times = take_turns(runners, turns=turns, warm_up=WARM_UP_TURNS, before=sides.lay_out_gradients, after=check)
+    seconds, cpu = times.seconds, times.cpu
     return Result(parameters=count, elements=elements, threads=torch.get_num_threads(), seconds=seconds, cpu=cpu)
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown."""
-
-    def cell(values: Sequence[float], form: str, scale: float = 1.0) -> str:
-        median, least, most = (scale * value for value in (statistics.median(values), min(values), max(values)))
-        return f"{median:{form}} ({least:{form}}-{most:{form}})"
-
-    lines = [
-        "| parameters | threads | ours, ms (range) | torch, ms (range) | ratio (range) | by processor time (range) "
-        "| triad, GB/s | share of it (range) | by processor time (range) |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for result in results:
         bandwidth = BYTES_OF_TRIAD * result.parameters * result.elements / statistics.median(result.seconds["triad"])
-        cells = [
-            f"{result.parameters:,} x {result.elements:,}",
-            str(result.threads),
-            *(cell(result.seconds[name], ".1f", 1e3) for name in ("ours", "torch")),
-            *(cell(result.ratios(times), ".3f") for times in (result.seconds, result.cpu)),
-            f"{bandwidth / 1e9:.1f}",
-            *(cell(result.shares(times), ".3f") for times in (result.seconds, result.cpu)),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(
+            [
+                f"{result.parameters:,} x {result.elements:,}",
+                str(result.threads),
+                *(cell(result.seconds[name], ".1f", 1e3) for name in ("ours", "torch")),
+                *(cell(result.ratios(times), ".3f") for times in (result.seconds, result.cpu)),
+                f"{bandwidth / 1e9:.1f}",
+                *(cell(result.shares(times), ".3f") for times in (result.seconds, result.cpu)),
+            ]
+        )
+    head = ["parameters", "threads", "ours, ms (range)", "torch, ms (range)", "ratio (range)"]
+    head += ["by processor time (range)", "triad, GB/s", "share of it (range)", "by processor time (range)"]
+    return markdown(head, rows)
 
 
 def main() -> None:
@@ -243,10 +224,7 @@ def main() -> None:
     results = [measure(*case, turns=options.turns) for case in ((1, options.elements), (small, SMALL_PARAMETER))]
     print(table(results))
     if options.json is not None:
-        machine = {"torch": torch.__version__, "machine": platform.machine(), "python": sys.version.split()[0]}
-        document = {**machine, "results": [result.as_json() for result in results]}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, [result.as_json() for result in results])
 
 
 if __name__ == "__main__":

@@ -14,23 +14,18 @@ its batches ready in memory. With --bf16 it uses autocast.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 import runpy
-import statistics
-import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from plain_gpt import SIZES, PlainGPT, Size, Trainer, flags, plain_trainer
 from torch.profiler import ProfilerActivity, profile
+from turns import cell, markdown, ratios, take_turns, write_json
 
 from megatron.core.parallel_state import destroy_model_parallel
 from megatron.data.batches import GPTBatch
@@ -41,182 +36,10 @@ from megatron.training.run import Run
 from megatron.training.train_step import train_step
 
 ENTRY_POINT = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
-LEARNING_RATE, WEIGHT_DECAY, BETAS, EPS, CLIP_GRAD = 1e-4, 0.1, (0.9, 0.95), 1e-8, 1.0
-ROTARY_BASE = 10_000
 # Relative difference of the first losses. Both sides sum in fp32, in another order; with bf16 they round in other
 # places to 8 bits, and the mean over thousands of tokens is still this close.
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 4e-3}
 WARM_UP_STEPS = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """A model and its batch.
-
-    Attributes:
-        llama: rotary positions, RMSNorm, SwiGLU and no biases; else learned positions, LayerNorm, GELU, biases (GPT-2).
-        steps: iterations of one turn.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    ffn: int
-    sequence: int
-    micro_batch: int
-    vocabulary: int
-    llama: bool
-    steps: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.micro_batch * self.sequence
-
-
-SIZES = {
-    # the model of `make quickstart`
-    "tiny": Size(
-        layers=4,
-        hidden=192,
-        heads=6,
-        ffn=512,
-        sequence=256,
-        micro_batch=8,
-        vocabulary=1024,
-        llama=True,
-        steps=2,
-    ),
-    "s384": Size(
-        layers=6,
-        hidden=384,
-        heads=6,
-        ffn=1536,
-        sequence=256,
-        micro_batch=8,
-        vocabulary=50_304,
-        llama=False,
-        steps=1,
-    ),
-    "s768": Size(
-        layers=12,
-        hidden=768,
-        heads=12,
-        ffn=3072,
-        sequence=512,
-        micro_batch=2,
-        vocabulary=50_304,
-        llama=False,
-        steps=1,
-    ),
-}
-
-
-def flags(size: Size, *, bf16: bool) -> list[str]:
-    """The command line of pretrain_gpt.py."""
-    architecture = ["--position-embedding-type", "learned_absolute"]
-    if size.llama:
-        architecture = ["--position-embedding-type", "rope", "--rotary-base", str(ROTARY_BASE)]
-        architecture += ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"]
-    values = {
-        "--num-layers": size.layers,
-        "--hidden-size": size.hidden,
-        "--num-attention-heads": size.heads,
-        "--ffn-hidden-size": size.ffn,
-        "--seq-length": size.sequence,
-        "--max-position-embeddings": size.sequence,
-        "--hidden-dropout": 0,
-        "--attention-dropout": 0,
-        "--micro-batch-size": size.micro_batch,
-        "--global-batch-size": size.micro_batch,
-        "--train-iters": 1_000_000,
-        "--log-interval": 1_000_000,
-        "--eval-iters": 0,
-        "--tokenizer-type": "NullTokenizer",
-        "--vocab-size": size.vocabulary,
-        "--lr": LEARNING_RATE,
-        "--lr-decay-style": "constant",
-        "--weight-decay": WEIGHT_DECAY,
-        "--adam-beta1": BETAS[0],
-        "--adam-beta2": BETAS[1],
-        "--adam-eps": EPS,
-        "--clip-grad": CLIP_GRAD,
-    }
-    words = [str(word) for pair in values.items() for word in pair]
-    return [*words, *architecture, "--mock-data", *(["--bf16"] if bf16 else [])]
-
-
-class PlainBlock(nn.Module):
-    """One layer. Its parameters come in the order of the framework's."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.size = size
-        self.norm1 = plain_norm(size)
-        self.qkv = nn.Linear(size.hidden, 3 * size.hidden, bias=not size.llama)
-        self.projection = nn.Linear(size.hidden, size.hidden, bias=not size.llama)
-        self.norm2 = plain_norm(size)
-        self.fc1 = nn.Linear(size.hidden, size.ffn * (2 if size.llama else 1), bias=not size.llama)
-        self.fc2 = nn.Linear(size.ffn, size.hidden, bias=not size.llama)
-
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """[b, s, h] -> [b, s, h]"""
-        batch, sequence, hidden = x.shape
-        heads = self.qkv(self.norm1(x)).view(batch, sequence, 3, self.size.heads, -1)  # [b, s, 3, a, d]
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # [b, a, s, d] each
-        if rotary is not None:
-            query, key = rotate(query, *rotary), rotate(key, *rotary)
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(context.transpose(1, 2).reshape(batch, sequence, hidden))
-        inner = self.fc1(self.norm2(x))  # [b, s, f], with SwiGLU [b, s, 2f]
-        if self.size.llama:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = F.silu(gate) * up
-        else:
-            inner = F.gelu(inner, approximate="tanh")
-        output: Tensor = x + self.fc2(inner)
-        return output
-
-
-class PlainGPT(nn.Module):
-    """The same GPT in plain torch, with tied embeddings."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.words = nn.Embedding(size.vocabulary, size.hidden)
-        self.positions = None if size.llama else nn.Embedding(size.sequence, size.hidden)
-        self.blocks = nn.ModuleList(PlainBlock(size) for _ in range(size.layers))
-        self.norm = plain_norm(size)
-        dim = size.hidden // size.heads
-        frequencies = 1.0 / (ROTARY_BASE ** (torch.arange(0, dim, 2) / dim))
-        angles = torch.outer(torch.arange(size.sequence), frequencies).repeat(1, 2)  # [s, d]
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Tokens and labels [b, s] -> the mean loss."""
-        x = self.words(tokens)  # [b, s, h]
-        rotary = None
-        if self.positions is None:
-            rotary = self.cos.to(x.dtype), self.sin.to(x.dtype)
-        else:
-            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x, rotary)
-        logits = F.linear(self.norm(x), self.words.weight)  # [b, s, v]
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def plain_norm(size: Size) -> nn.Module:
-    return nn.RMSNorm(size.hidden, eps=1e-5) if size.llama else nn.LayerNorm(size.hidden)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 @torch.no_grad()
@@ -233,10 +56,6 @@ def copy_weights(run: Run, plain: PlainGPT, size: Size) -> int:
     return sum(target.numel() for _, (_, target) in pairs)
 
 
-# Runs that many iterations and returns the loss of the last one.
-Trainer = Callable[[int], float]
-
-
 def framework_trainer(run: Run) -> Trainer:
     """The loop of `train`, hooks included."""
 
@@ -246,36 +65,6 @@ def framework_trainer(run: Run) -> Trainer:
             for hook in run.hooks:
                 hook.after_step(run, report)
         return report.losses["lm loss"]
-
-    return steps
-
-
-def plain_trainer(model: PlainGPT, batches: Sequence[tuple[Tensor, Tensor]], *, bf16: bool) -> Trainer:
-    """The loop that one would write by hand, over ready batches."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
-        lr=LEARNING_RATE,
-        betas=BETAS,
-        eps=EPS,
-        fused=True,
-    )
-    iteration = 0
-
-    def steps(number: int) -> float:
-        nonlocal iteration
-        for _ in range(number):
-            tokens, labels = batches[iteration % len(batches)]
-            iteration += 1
-            optimizer.zero_grad(set_to_none=True)
-            with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
-                loss = model(tokens, labels)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
-            optimizer.step()
-            value = float(loss.detach())  # a loop that reports its loss waits for it, as the framework does
-        return value
 
     return steps
 
@@ -324,16 +113,12 @@ def measure(name: str, *, bf16: bool, turns: int, profiled_rows: int) -> Result:
     for ours, theirs in zip(losses["framework"], losses["plain"]):
         if not math.isclose(ours, theirs, rel_tol=LOSS_TOLERANCE[precision]):
             raise RuntimeError(f"{name} {precision}: the losses differ, so the models do: {losses}")
-    speeds: dict[str, list[float]] = {side: [] for side in trainers}
-    cpu_speeds: dict[str, list[float]] = {side: [] for side in trainers}
-    for turn in range(turns):
-        order = list(trainers) if turn % 2 == 0 else list(trainers)[::-1]
-        for side in order:
-            start, cpu_start = time.perf_counter(), time.process_time()
-            trainers[side](size.steps)
-            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-            speeds[side].append(size.steps * size.tokens / seconds)
-            cpu_speeds[side].append(size.steps * size.tokens / cpu_seconds)
+    times = take_turns({side: partial(trainer, size.steps) for side, trainer in trainers.items()}, turns=turns)
+    tokens = size.steps * size.tokens
+    speeds, cpu_speeds = (
+        {side: [tokens / seconds for seconds in measured[side]] for side in trainers}
+        for measured in (times.seconds, times.cpu)
+    )
     if profiled_rows:
         print(differences(trainers, size.steps, profiled_rows))
     for hook in run.hooks:
@@ -347,8 +132,8 @@ def measure(name: str, *, bf16: bool, turns: int, profiled_rows: int) -> Result:
         first_losses=losses,
         framework=speeds["framework"],
         plain=speeds["plain"],
-        ratios=[ours / theirs for ours, theirs in zip(speeds["framework"], speeds["plain"])],
-        cpu_ratios=[ours / theirs for ours, theirs in zip(cpu_speeds["framework"], cpu_speeds["plain"])],
+        ratios=ratios(speeds["framework"], speeds["plain"]),
+        cpu_ratios=ratios(cpu_speeds["framework"], cpu_speeds["plain"]),
     )
 
 
@@ -376,21 +161,18 @@ def differences(trainers: dict[str, Trainer], steps: int, rows: int) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown."""
-
-    def cell(values: Sequence[float], form: str) -> str:
-        return f"{statistics.median(values):{form}} ({min(values):{form}}-{max(values):{form}})"
-
-    lines = [
-        "| model | precision | threads | framework, tokens/s (range) | plain loop, tokens/s (range) | ratio (range) "
-        "| ratio by processor time (range) |",
-        "|---|---|---|---|---|---|---|",
+    rows = [
+        [
+            *(result.size, result.precision, str(result.threads)),
+            *(cell(values, ",.0f") for values in (result.framework, result.plain)),
+            *(cell(values, ".3f") for values in (result.ratios, result.cpu_ratios)),
+        ]
+        for result in results
     ]
-    for result in results:
-        speeds = f"{cell(result.framework, ',.0f')} | {cell(result.plain, ',.0f')}"
-        ratios = f"{cell(result.ratios, '.3f')} | {cell(result.cpu_ratios, '.3f')}"
-        lines.append(f"| {result.size} | {result.precision} | {result.threads} | {speeds} | {ratios} |")
-    return "\n".join(lines)
+    speeds = ["framework, tokens/s (range)", "plain loop, tokens/s (range)"]
+    return markdown(
+        ["model", "precision", "threads", *speeds, "ratio (range)", "ratio by processor time (range)"], rows
+    )
 
 
 def main() -> None:
@@ -411,10 +193,7 @@ def main() -> None:
     ]
     print(table(results))
     if options.output is not None:
-        machine = {"torch": torch.__version__, "machine": platform.machine(), "python": sys.version.split()[0]}
-        document = {**machine, "results": [asdict(result) for result in results]}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_json(options.output, [asdict(result) for result in results])
 
 
 if __name__ == "__main__":

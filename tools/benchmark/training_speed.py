@@ -1,0 +1,312 @@
+"""Training speed of pretrain_gpt.py --bf16 beside what else would train the same GPT, and its share of the matmul rate.
+
+python tools/benchmark/training_speed.py --size s384 s768 --threads 1 --json result.json
+python tools/benchmark/training_speed.py --size s384 --programs framework framework-tp2 framework-dp2
+
+Each program runs in processes of its own, with and without the allocator setting of pretrain_gpt.py, which is one of a
+whole process. All are started and warmed up, then take turns; what waits for its turn uses no processor. Measured are
+forward, backward, clipping and AdamW:
+
+- framework: the loop of pretrain_gpt.py, hooks and data included; framework-tp2, framework-dp2: two ranks of it over
+  gloo, each with the threads of the others (their processor time is that of rank 0)
+- plain-sdpa, plain-eager: a plain PyTorch loop under bf16 autocast, with torch's attention and with explicit weights
+- plain-compiled: plain-sdpa under torch.compile
+- transformers, transformers-compiled: GPT-2 of Hugging Face in the same loop
+
+On a busy machine trust what --threads 1 gives by processor time. MFU is the model's operations over the rate of bf16
+matrix products of the size's own shapes, measured in the same turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import runpy
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from plain_gpt import SIZES, PlainGPT, Size, flags, plain_trainer
+from torch import Tensor, nn
+from turns import Times, cell, in_turn, markdown, ratios, write_json
+
+from megatron.core.allocator import keep_freed_memory
+from megatron.training.gpt import gpt_datasets, gpt_model
+from megatron.training.initialize import initialize_megatron
+from megatron.training.pretrain import build_run
+from megatron.training.train_step import train_step
+
+ENTRY_POINT = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
+WARM_UP_STEPS = 3
+TWO_RANKS = ("framework-tp2", "framework-dp2")
+PLAIN = ("plain-sdpa", "plain-eager", "plain-compiled", "transformers", "transformers-compiled")
+PROGRAMS = ("framework", *PLAIN, *TWO_RANKS)
+MATMUL = "matmul"
+
+# Runs one step.
+Step = Callable[[], object]
+
+
+# ---- in a program's own processes ----
+
+
+def framework_step(size: Size, program: str, *, kept: bool) -> Step:
+    words = flags(size, bf16=True)
+    if not kept:
+        words.append("--no-keep-freed-memory")
+    if program == "framework-tp2":
+        words += ["--tensor-model-parallel-size", "2"]
+    if program == "framework-dp2":
+        words += ["--micro-batch-size", str(size.micro_batch // 2)]
+    forward_step = runpy.run_path(str(ENTRY_POINT))["forward_step"]
+    run = build_run(initialize_megatron(words), gpt_datasets, gpt_model, forward_step)
+    for hook in run.hooks:
+        hook.on_start(run)
+
+    def step() -> None:
+        report = train_step(run)
+        for hook in run.hooks:
+            hook.after_step(run, report)
+
+    return step
+
+
+class TransformersGPT(nn.Module):
+    """GPT-2 of Hugging Face, called as `PlainGPT`."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel  # a development dependency, slow to import
+
+        config = GPT2Config(
+            vocab_size=size.vocabulary,
+            n_positions=size.sequence,
+            n_embd=size.hidden,
+            n_layer=size.layers,
+            n_head=size.heads,
+            n_inner=size.ffn,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
+        self.model = GPT2LMHeadModel(config)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens).logits  # [b, s, v]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def plain_step(size: Size, program: str) -> Step:
+    torch.manual_seed(0)
+    gpt = (
+        TransformersGPT(size) if program.startswith("transformers") else PlainGPT(size, eager=program == "plain-eager")
+    )
+    model: nn.Module = torch.compile(gpt) if program.endswith("-compiled") else gpt  # type: ignore[assignment]
+    text = torch.randint(size.vocabulary, (16, size.micro_batch, size.sequence + 1))
+    trainer = plain_trainer(model, [(tokens[:, :-1], tokens[:, 1:]) for tokens in text], bf16=True)
+    return lambda: trainer(1)
+
+
+def matmul_step(size: Size) -> Step:
+    """The products of a forward pass and nothing else; see `products_of`."""
+    x = torch.randn(size.tokens, size.hidden, dtype=torch.bfloat16)
+    widths = (3 * size.hidden, size.ffn, size.ffn)
+    weights = [torch.randn(size.hidden, width, dtype=torch.bfloat16) for width in widths] * size.layers
+    weights.append(torch.randn(size.hidden, size.vocabulary, dtype=torch.bfloat16))
+
+    def step() -> None:
+        for weight in weights:
+            x @ weight
+
+    return step
+
+
+def products_of(size: Size) -> float:
+    """Operations of a `matmul_step`."""
+    widths = size.layers * (3 * size.hidden + 2 * size.ffn) + size.vocabulary
+    return 2.0 * size.tokens * size.hidden * widths
+
+
+def operations(size: Size) -> float:
+    """Of a step, forward and backward: two a multiply-add, three products a weight, half of the attention scores."""
+    assert not size.llama, "the formula is that of GPT-2"
+    per_layer = 4 * size.hidden**2 + 2 * size.hidden * size.ffn + size.hidden * size.sequence
+    return 6.0 * size.tokens * (size.layers * per_layer + size.hidden * size.vocabulary)
+
+
+def serve(size: Size, program: str, *, kept: bool, threads: int) -> None:
+    """Warm up, say so, and run a step for each line that comes in; each answer is a line of JSON."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    torch.set_num_threads(threads)
+    if program.startswith("framework"):
+        step = framework_step(size, program, kept=kept)
+    else:
+        if kept:
+            keep_freed_memory()
+        step = matmul_step(size) if program == MATMUL else plain_step(size, program)
+    for _ in range(WARM_UP_STEPS):
+        step()
+    print("ready", file=answers, flush=True)
+    for _ in sys.stdin:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        step()
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak}), file=answers, flush=True)
+    os._exit(0)  # the other rank may have left already, and a communicator would wait for it
+
+
+# ---- in the process that measures ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """A program in its processes."""
+
+    processes: tuple[subprocess.Popen[str], ...]
+
+    def wait(self) -> list[str]:
+        """The next line of each rank.
+
+        Raises:
+            RuntimeError: a rank has ended.
+        """
+        lines = [process.stdout.readline() if process.stdout is not None else "" for process in self.processes]
+        if not all(lines):
+            raise RuntimeError(f"a program has ended: {self.processes[0].args!r}")
+        return lines
+
+    def step(self) -> dict[str, float]:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write("step\n")
+            process.stdin.flush()
+        answers = [json.loads(line) for line in self.wait()]
+        return {
+            "seconds": max(answer["seconds"] for answer in answers),
+            "cpu": answers[0]["cpu"],
+            "peak": sum(answer["peak"] for answer in answers),
+        }
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self.processes:
+            process.wait()
+
+
+def start(size: str, program: str, *, kept: bool, threads: int) -> Side:
+    ranks = 2 if program in TWO_RANKS else 1
+    command = [sys.executable, __file__, "--serve", program, "--size", size, "--threads", str(threads)]
+    if not kept:
+        command.append("--as-users-run-it")
+    variables: dict[str, object] = {"OMP_NUM_THREADS": threads}
+    if ranks > 1:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    processes = []
+    for rank in range(ranks):
+        if ranks > 1:
+            variables |= {"RANK": rank, "LOCAL_RANK": rank}
+        line = ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
+        processes.append(subprocess.Popen(line, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    return Side(processes=tuple(processes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Seconds of each turn of each program, `+` marking the allocator setting, and the most memory in bytes."""
+
+    size: str
+    threads: int
+    times: Times
+    peak: dict[str, float]
+
+    def row(self, name: str) -> list[str]:
+        size, seconds, cpu = SIZES[self.size], self.times.seconds, self.times.cpu
+        products = [second * operations(size) / products_of(size) for second in cpu[f"{MATMUL} +"]]
+        return [
+            *(self.size, str(self.threads), name),
+            *(cell([size.tokens / second for second in times], ",.0f") for times in (seconds[name], cpu[name])),
+            cell(ratios(cpu["framework +"], cpu[name]), ".2f"),
+            f"{statistics.median(ratios(products, cpu[name])):.2f}",
+            f"{self.peak[name] / 1e9:.2f}",
+        ]
+
+
+def measure(name: str, programs: Sequence[str], *, turns: int, threads: int) -> Result:
+    """All programs of a size, by turns."""
+    wanted = [(program, kept) for program in programs for kept in (False, True)] + [(MATMUL, True)]
+    sides: dict[str, Side] = {}
+    times, peak = Times(), dict[str, float]()
+    try:
+        for program, kept in wanted:
+            side = start(name, program, kept=kept, threads=threads)
+            sides[f"{program} +" if kept else program] = side
+            side.wait()
+        for turn in range(turns):
+            for program in in_turn(list(sides), turn):
+                answer = sides[program].step()
+                times.add(program, answer["seconds"], answer["cpu"])
+                peak[program] = answer["peak"]
+    finally:
+        for side in sides.values():
+            side.close()
+    return Result(size=name, threads=threads, times=times, peak=peak)
+
+
+def table(results: Sequence[Result]) -> str:
+    rows = [result.row(name) for result in results for name in result.times.seconds if not name.startswith(MATMUL)]
+    head = ["model", "threads", "program", "tokens/s (range)", "by processor time (range)"]
+    head += ["speed / framework + (range)", "MFU", "peak GB"]
+    return markdown(head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = [name for name, size in SIZES.items() if not size.llama]
+    parser.add_argument("--size", nargs="+", choices=sizes, default=["s384"], help="default: s384")
+    parser.add_argument(
+        "--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS, help="default: all; framework always"
+    )
+    parser.add_argument("--turns", type=int, default=7, help="turns of each program (default 7)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of each process")
+    parser.add_argument("--quick", action="store_true", help="one turn of a model of no size: does it run?")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--serve", choices=(*PROGRAMS, MATMUL), help=argparse.SUPPRESS)
+    parser.add_argument("--as-users-run-it", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        kept = not options.as_users_run_it
+        return serve(SIZES[options.size[0]], options.serve, kept=kept, threads=options.threads)
+    names, turns = (["smoke"], 1) if options.quick else (options.size, options.turns)
+    programs = list(dict.fromkeys(["framework", *options.programs]))
+    results = [measure(name, programs, turns=turns, threads=options.threads) for name in names]
+    print(table(results))
+    if options.json is not None:
+        document = [
+            {
+                "size": result.size,
+                "threads": result.threads,
+                "seconds": result.times.seconds,
+                "cpu": result.times.cpu,
+                "peak": result.peak,
+            }
+            for result in results
+        ]
+        write_json(options.json, document)
+
+
+if __name__ == "__main__":
+    main()
