@@ -16,6 +16,7 @@ from megatron.core.kernels.activation import gelu_tanh, swiglu, swiglu_reference
 from megatron.core.kernels.choice import KernelChoice, set_kernel_choice
 from megatron.core.kernels.extension import load_extension
 from megatron.core.kernels.norm import norm, norm_reference
+from tests.helpers.distributed import run_distributed
 from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_reference_error
 
 CPU = torch.device("cpu")
@@ -166,14 +167,12 @@ def test_large_inputs_and_what_is_not_a_number_pass_as_in_torch(function: Operat
         assert function(torch.full((1, 2), math.nan, dtype=dtype)).isnan().all()
 
 
-@each_operation
-def test_a_compiled_caller_has_the_same_values(operation: tuple[Operation, Operation, bool]) -> None:
-    function, _, with_weight = operation
+def check_compiled_caller(rank: int, world_size: int, name: str) -> None:
+    function, _, with_weight = OPERATIONS[name]
 
     def caller(*leaves: Tensor) -> Tensor:
         return function(*leaves) * 2.0
 
-    torch._dynamo.reset()
     compiled = torch.compile(caller, backend="aot_eager", fullgraph=True)
     for dtype in (torch.float64, torch.bfloat16):
         eager = results(caller, with_weight, (8, 2, 66), dtype, wide=False)
@@ -182,6 +181,12 @@ def test_a_compiled_caller_has_the_same_values(operation: tuple[Operation, Opera
                 assert_parity(one, other)
             else:  # each of the two has rounded the exact value
                 assert (one.float() - other.float()).abs().max() <= 2**-7 * other.float().abs().max()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_compiled_caller_has_the_same_values(name: str) -> None:
+    """In a process of its own: the compiler starts threads, and later tests fork this one."""
+    run_distributed(check_compiled_caller, 1, name)
 
 
 @pytest.fixture
