@@ -14,15 +14,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from command_line import Parser, run_tool, say
 from torch import Tensor
 
 from megatron.config.problems import UserError
+from megatron.core.kernels.activation import gelu_tanh, swiglu, swiglu_reference
 from megatron.core.kernels.adam import AdamHyperParameters, HyperSpan, HyperSpans, adamw_, adamw_reference_
 from megatron.core.kernels.apex import apex_obstacle
 from megatron.core.kernels.choice import OPERATIONS, KernelChoice, Kernels, device_type
@@ -33,8 +36,14 @@ from megatron.core.kernels.cross_entropy import (
     logit_statistics,
     logit_statistics_reference,
 )
-from megatron.core.kernels.extension import MODULE_NAME, choose_kernels, implementation, load_extension
+from megatron.core.kernels.extension import (
+    MODULE_NAME,
+    choose_kernels,
+    implementation,
+    load_extension,
+)
 from megatron.core.kernels.grad_norm import ElementSpans, sum_of_squares, sum_of_squares_reference
+from megatron.core.kernels.norm import norm, norm_reference
 from megatron.data.index_builder import blend_index_reference, build_blend_index
 
 # Each operation computes in float32 here, from numbers around 1, and sums at most some thousand of them.
@@ -83,6 +92,31 @@ def _tensors(values: Sequence[Tensor | None]) -> list[Tensor]:
     return [value for value in values if value is not None]
 
 
+def norm_(device: torch.device) -> Results:
+    x, weight, bias = _random(device, 37, 5, 96), _random(device, 96), _random(device, 96).flip(0)
+    both: tuple[list[Tensor], list[Tensor]] = [], []
+    for results, function in zip(both, (norm, norm_reference)):
+        results += _with_gradients(partial(function, bias=None, epsilon=1e-5), x, weight)
+        results += _with_gradients(partial(function, epsilon=1e-5), x, weight, bias)
+    return both
+
+
+def gelu(device: torch.device) -> Results:
+    x = _random(device, 37, 5, 96)
+    return _with_gradients(gelu_tanh, x), _with_gradients(partial(F.gelu, approximate="tanh"), x)
+
+
+def swiglu_(device: torch.device) -> Results:
+    x = _random(device, 37, 5, 96)
+    return _with_gradients(swiglu, x), _with_gradients(swiglu_reference, x)
+
+
+def _with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    output = function(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, _random(output.device, *output.shape))]
+
+
 def data_index(device: torch.device) -> Results:
     weights = np.array([0.5, 0.3, 0.2])
     pairs = build_blend_index([0.5, 0.3, 0.2], 1000), blend_index_reference(weights, 1000)
@@ -94,6 +128,9 @@ CHECKS: Mapping[str, Callable[[torch.device], Results]] = {
     "adam": adam,
     "gradient norm": gradient_norm,
     "cross entropy": cross_entropy,
+    "norm": norm_,
+    "gelu": gelu,
+    "swiglu": swiglu_,
     "data index": data_index,
 }
 

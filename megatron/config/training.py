@@ -105,8 +105,8 @@ class TrainingConfig:
         default="auto",
         metadata=flag(
             "Implementation of operations with kernels of their own. auto: those of the compiled module where it has "
-            "them, else torch's. native: refuse to start without them. apex: NVIDIA Apex's Adam, on GPUs. torch: only "
-            "the references. tools/doctor.py shows what runs."
+            "them, else torch's. native: refuse to start without them. apex: NVIDIA Apex's Adam and norms, on GPUs. "
+            "torch: only the references. tools/doctor.py shows what runs."
         ),
     )
     gradient_accumulation_fusion: bool = field(

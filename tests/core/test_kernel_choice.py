@@ -6,11 +6,12 @@ import importlib
 import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.comm_group import CommGroup
 from megatron.core.kernels import extension
 from megatron.core.kernels.adam import AdamHyperParameters, HyperSpan, HyperSpans, adamw_reference_
-from megatron.core.kernels.apex import adamw_by_apex_, apex_obstacle
+from megatron.core.kernels.apex import adamw_by_apex_, apex_obstacle, norm_by_apex
 from megatron.core.kernels.choice import (
     OPERATION_OF,
     OPERATIONS,
@@ -28,7 +29,13 @@ from megatron.core.kernels.choice import (
     kernel_choice,
     set_kernel_choice,
 )
-from megatron.core.kernels.extension import choose_kernels, compiled_function, describe_kernels, implementation
+from megatron.core.kernels.extension import (
+    choose_kernels,
+    compiled_function,
+    describe_kernels,
+    implementation,
+    runs_in_apex,
+)
 from megatron.core.tensor_parallel.async_linear import parallel_linear
 from megatron.training.initialize import LaunchError, _kernel_choice, initialize_megatron
 from tests.helpers.numerics import assert_bitwise, assert_parity
@@ -262,8 +269,12 @@ def test_apex_takes_what_it_has_and_leaves_the_rest(site: Path, monkeypatch: pyt
     install(site, "amp_C.py", "fused_layer_norm_cuda.py")
     build(monkeypatch, cuda=True, sum_of_squares_cuda="sum_of_squares_cuda")
     choose("apex", CUDA)
-    assert implementation(ADAM, "cuda").name == "apex"
-    assert compiled_function("adamw_cuda", reference_cost="", device="cuda") is None
+    on_gpu, on_cpu = (cast(Tensor, SimpleNamespace(is_cuda=is_cuda)) for is_cuda in (True, False))
+    for name in ("adamw_cuda", "rms_norm_cuda"):
+        assert runs_in_apex(name, on_gpu)
+        assert not runs_in_apex(name, on_cpu)
+        assert compiled_function(name, reference_cost="", device="cuda") is None
+    assert not runs_in_apex("sum_of_squares_cuda", on_gpu)
     assert compiled_function("sum_of_squares_cuda", reference_cost="", device="cuda") == "sum_of_squares_cuda"
 
 
@@ -321,3 +332,18 @@ def test_the_adam_of_apex_is_the_reference(
     for index, name in ((0, "parameter"), (2, "exp_avg"), (3, "exp_avg_sq")):
         assert_parity(mine[index], expected[index], name)
     assert torch.equal(low, mine[0].bfloat16())
+
+
+def test_the_norms_of_apex_are_the_reference() -> None:
+    """Called as its sources define them."""
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, shape: torch.Size, eps: float = 1e-6) -> Tensor:
+        return F.layer_norm(x, shape, weight, bias, eps)
+
+    def rms_norm(x: Tensor, weight: Tensor, shape: torch.Size, eps: float = 1e-6) -> Tensor:
+        return F.rms_norm(x, shape, weight, eps)
+
+    apex = SimpleNamespace(fused_layer_norm_affine=layer_norm, fused_rms_norm_affine=rms_norm)
+    x, weight, bias = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((5, 8), 8, 8))
+    assert_bitwise(norm_by_apex(apex, x, weight, bias, 0.1), F.layer_norm(x, (8,), weight, bias, 0.1))
+    assert_bitwise(norm_by_apex(apex, x, weight, None, 0.1), F.rms_norm(x, (8,), weight, 0.1))
