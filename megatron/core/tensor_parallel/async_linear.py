@@ -56,9 +56,9 @@ def _accumulate_rounded(main_grad: Tensor, gradient: Tensor, x: Tensor) -> None:
     rows = max(1, min(main_grad.shape[0], _SCRATCH // main_grad.shape[1]))
     part = _PART * torch.get_num_threads()
     scratch = x.new_empty(rows, x.shape[1])  # [rows, in]
-    for run, target in zip(gradient.split(rows, dim=1), main_grad.split(rows)):
+    for run, target in zip(torch.split(gradient, rows, dim=1), torch.split(main_grad, rows)):
         product = torch.mm(run.t(), x, out=scratch[: target.shape[0]])
-        for sums, terms in zip(target.view(-1).split(part), product.view(-1).split(part)):
+        for sums, terms in zip(torch.split(target.view(-1), part), torch.split(product.view(-1), part)):
             sums.add_(terms)
 
 
