@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _ALREADY_SO: tuple[tuple[str, str], ...] = (
     ("there is one implementation of the model", "--use-mcore-models --transformer-impl=local"),
     (
-        "there is no fused kernel of explicit attention weights, nor of bias and dropout",
-        "--no-masked-softmax-fusion --no-scaled-masked-softmax-fusion --no-bias-dropout-fusion",
+        "there is no fused kernel of explicit attention weights, of bias and dropout, nor of rotary positions",
+        "--no-masked-softmax-fusion --no-scaled-masked-softmax-fusion --no-bias-dropout-fusion --no-rope-fusion",
     ),
     ("there is no second, persistent kernel of a norm", "--no-persist-layer-norm"),
     ("a compiler fuses operations with --torch-compile only", "--disable-jit-fuser"),

@@ -125,14 +125,6 @@ class TrainingConfig:
             off_help="Compute SwiGLU by its reference in torch, whatever --kernels says.",
         ),
     )
-    rope_fusion: bool = field(
-        default=True,
-        metadata=flag(
-            "Rotate queries and keys in a kernel, where there is one.",
-            off="--no-rope-fusion",
-            off_help="Rotate queries and keys by the reference in torch, whatever --kernels says.",
-        ),
-    )
 
     def evaluations(self, train_iters: int) -> int:
         """How often a run of so many iterations is evaluated on the validation data."""

@@ -399,8 +399,6 @@ def _set_up_cpu(context: MegatronContext) -> None:
 
 def _kernel_choice(config: TrainingConfig) -> KernelChoice:
     references = {"swiglu": "--no-bias-swiglu-fusion"} if not config.bias_swiglu_fusion else {}
-    if not config.rope_fusion:
-        references["rotary"] = "--no-rope-fusion"
     return KernelChoice(
         kernels=config.kernels,
         references=references,

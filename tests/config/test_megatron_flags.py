@@ -132,6 +132,7 @@ def test_a_feature_of_later_versions_is_refused_not_dropped(flag: str) -> None:
         "--cpu-offloading-num-layers 0",
         "--data-impl mmap", "--data-impl infer", "--DDP-impl local", "--accumulate-allreduce-grads-in-fp32",
         "--attention-softmax-in-fp32", "--no-masked-softmax-fusion", "--no-scaled-masked-softmax-fusion",
+        "--no-rope-fusion",
         "--no-gradient-accumulation-fusion", "--use-cpu-initialization", "--attention-backend auto",
         "--local-rank 3", "--no-create-attention-mask-in-dataloader", "--log-batch-size-to-tensorboard",
         "--context-parallel-size 1",

@@ -130,10 +130,15 @@ def test_what_runs_on_the_host_is_not_asked_for_a_gpu(monkeypatch: pytest.Monkey
 def test_the_flags_of_a_run_choose_its_kernels() -> None:
     assert _kernel_choice(tiny_config().training) == KernelChoice()
     assert _kernel_choice(tiny_config("--kernels", "native").training) == KernelChoice(kernels="native")
-    unfused = ("--no-rope-fusion", "--no-bias-swiglu-fusion", "--no-gradient-accumulation-fusion")
+    unfused = ("--no-bias-swiglu-fusion", "--no-gradient-accumulation-fusion")
     assert _kernel_choice(tiny_config(*unfused).training) == KernelChoice(
-        references={"rotary": "--no-rope-fusion", "swiglu": "--no-bias-swiglu-fusion"}, weight_gradients_apart=True
+        references={"swiglu": "--no-bias-swiglu-fusion"}, weight_gradients_apart=True
     )
+
+
+def test_a_reference_is_that_of_an_operation() -> None:
+    with pytest.raises(AssertionError, match=r"no operations \['soup'\]"):
+        KernelChoice(references={"soup": "--no-soup"})
 
 
 def test_a_run_is_refused_before_it_has_groups() -> None:

@@ -94,6 +94,10 @@ class KernelChoice:
     references: Mapping[str, str] = field(default_factory=dict)
     weight_gradients_apart: bool = False
 
+    def __post_init__(self) -> None:
+        unknown = self.references.keys() - {operation.name for operation in OPERATIONS}
+        assert not unknown, f"there are no operations {sorted(unknown)}, of which a reference could run"
+
 
 _chosen = KernelChoice()
 

@@ -114,7 +114,7 @@ def choose_kernels(choice: KernelChoice, device: DeviceType) -> None:
 
 
 def describe_kernels(device: DeviceType) -> str:
-    """What runs in each operation, in a line: `native: adam, norm; torch: rotary`."""
+    """What runs in each operation, in a line: `native: adam, gelu; torch: swiglu`."""
     names: dict[str, list[str]] = {}
     for operation in OPERATIONS:
         names.setdefault(implementation(operation, device).name, []).append(operation.name)
