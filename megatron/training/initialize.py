@@ -387,14 +387,21 @@ def _set_up_cpu(context: MegatronContext) -> None:
             )
         else:
             context.say(f"memory comes from {allocator_library() or 'an allocator'}, which is left as it is")
-    use_fast_products(False)
-    if training.fp32_matmul == "auto" and context.config.optimizer.precision == "fp32":
-        worst = torch.tensor(error_of_fast_products())
-        all_reduce_(worst, context.state.world, "max")
-        exact = float(worst) < LARGEST_ERROR
-        use_fast_products(exact)
-        taken = "torch's fast path" if exact else "the default path, as torch's fast one is not exact here"
-        context.say(f"fp32 products: {taken} (error {float(worst):.1e}, limit {LARGEST_ERROR:.0e})")
+    if context.config.optimizer.precision == "fp32":
+        context.say(f"fp32 products: {_choose_products(training, context.state)}")
+
+
+def _choose_products(training: TrainingConfig, state: ParallelState) -> str:
+    """Set the path of fp32 products, the same on all ranks; what it is, in words."""
+    if training.fp32_matmul == "exact":
+        use_fast_products(False)
+        return "the default path, as --fp32-matmul exact asks for"
+    worst = torch.tensor(error_of_fast_products())
+    all_reduce_(worst, state.world, "max")
+    exact = float(worst) < LARGEST_ERROR
+    use_fast_products(exact)
+    taken = "torch's fast path" if exact else "the default path, as torch's fast one is not exact here"
+    return f"{taken} (error {float(worst):.1e}, limit {LARGEST_ERROR:.0e})"
 
 
 def _kernel_choice(config: TrainingConfig) -> KernelChoice:

@@ -76,9 +76,11 @@ def test_the_start_says_what_happens_to_freed_memory(capsys: pytest.CaptureFixtu
     assert "freed memory" not in capsys.readouterr().out
 
 
-def test_looking_at_fast_products_leaves_the_default_ones() -> None:
+@pytest.mark.parametrize("setting", ["highest", "high", "medium"])
+def test_looking_at_fast_products_leaves_the_setting_as_it_was(setting: str) -> None:
+    torch.set_float32_matmul_precision(setting)
     assert error_of_fast_products() > 0
-    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.get_float32_matmul_precision() == setting
 
 
 def test_default_products_are_within_the_limit_of_fast_ones() -> None:
@@ -92,14 +94,23 @@ def test_fast_products_are_used_where_they_are_exact(error: float, precision: st
     assert torch.get_float32_matmul_precision() == precision
 
 
-@pytest.mark.parametrize("flags", [["--fp32-matmul", "exact"], ["--bf16"], ["--fp64"]], ids=" ".join)
-def test_fast_products_are_for_fp32_that_need_not_be_exact(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exact_products_are_the_default_ones_and_the_start_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     use_fast_products(True)
     with patch.object(initialize, "error_of_fast_products", lambda: 0.0):
-        start(*flags)
+        start("--fp32-matmul", "exact")
     assert torch.get_float32_matmul_precision() == "highest"
+    assert "fp32 products: the default path, as --fp32-matmul exact asks for" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("setting", ["highest", "high"])
+@pytest.mark.parametrize("flags", [["--bf16"], ["--fp64"], ["--bf16", "--fp32-matmul", "exact"]], ids=" ".join)
+def test_a_run_in_another_precision_leaves_the_setting_of_fp32_products(
+    flags: list[str], setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_float32_matmul_precision(setting)
+    with patch.object(initialize, "error_of_fast_products", lambda: 0.0):
+        start(*flags)
+    assert torch.get_float32_matmul_precision() == setting
     assert "fp32 products" not in capsys.readouterr().out
 
 
