@@ -128,3 +128,53 @@ def test_the_quickstart_trains_anew_when_anything_differs(tmp_path: Path, change
     calls, _ = quickstart(tmp_path, 200 if change == "half" else 300)
     assert programs_of(calls).count("torchrun") == 2
     assert trained(calls) != before
+
+
+# What `make setup` of the script in .ci leaves: a Python whose doctor says what the test wants.
+_MAKE = """#!/usr/bin/env bash
+[[ $1 == setup ]] || exit 0
+mkdir -p .venv/bin
+cat > .venv/bin/python <<'END'
+#!/usr/bin/env bash
+[[ $1 == tools/doctor.py ]] || exit 0
+echo "$DOCTOR"
+exit "$DOCTOR_STATUS"
+END
+chmod +x .venv/bin/python
+"""
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "doctor", "doctor_status", "status"),
+    [
+        (None, "not for GPUs", 0, 0),
+        ("sm_80 sm_90", "for GPUs sm_80, sm_90", 0, 0),
+        ("sm_80 sm_90 sm_100", "for GPUs sm_80, sm_90, sm_100", 0, 0),
+        ("sm_80 sm_90 sm_100", "for GPUs sm_80, sm_90", 0, 1),
+        ("sm_80 sm_90 sm_100", "not for GPUs", 0, 1),
+        (None, "adam is far from its reference", 1, 1),
+    ],
+)
+def test_what_must_pass_before_a_change_asks_the_doctor_and_shows_its_answer(
+    tmp_path: Path, nvcc: str | None, doctor: str, doctor_status: int, status: int
+) -> None:
+    stand_ins, script = tmp_path / "stand-ins", tmp_path / "checkout" / ".ci" / "run"
+    programs = {"make": _MAKE, "git": "#!/usr/bin/env bash\necho 0123\n"}
+    if nvcc is not None:
+        programs["nvcc"] = f"#!/usr/bin/env bash\necho {nvcc}\n"
+    stand_ins.mkdir()
+    for name, text in programs.items():
+        (stand_ins / name).write_text(text)
+        (stand_ins / name).chmod(0o755)
+    script.parent.mkdir(parents=True)
+    script.write_text((ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    done = subprocess.run(
+        ["bash", str(script)],
+        env={"PATH": f"{stand_ins}:/usr/bin:/bin", "DOCTOR": doctor, "DOCTOR_STATUS": str(doctor_status)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert doctor in done.stdout
