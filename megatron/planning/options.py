@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -20,15 +20,16 @@ _HALF_MICRO_BATCH, _TWICE_TENSOR = 0.05, 0.15
 class Change:
     """Flags to give, what they make of a configuration, and what they cost.
 
-    cost: of the time of a step, as a share of it.
+    Attributes:
+        names: of the single changes that it is made of, whatever the numbers in their flags.
+        flags: as words of a command line.
+        cost: of the time of a step, as a share of it.
     """
 
+    names: frozenset[str]
     flags: tuple[str, ...]
     config: MegatronConfig
     cost: float
-
-    def then(self, other: Change) -> Change:
-        return Change(flags=(*self.flags, *other.flags), config=other.config, cost=self.cost + other.cost)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,24 +53,19 @@ def cheapest_that_fit(config: MegatronConfig, *, vocab_size: int, available: int
     Args:
         config: with the number of processes, which stays as it is.
     """
-    singles = [(change,) for change in _changes(config)]
-    pairs = [(first, second) for (first,), (second,) in combinations(singles, 2)]
-    fitting: list[tuple[tuple[Change, ...], SmallerRun]] = []
+    singles = [name for change in changes(config) for name in change.names]
+    fitting: list[SmallerRun] = []
     others: list[SmallerRun] = []
-    for changes in (*singles, *pairs):
-        names = {change.flags for change in changes}
-        if any(names > {change.flags for change in fits} for fits, _ in fitting):
+    for names in (*((name,) for name in singles), *combinations(singles, 2)):
+        if any(fits.change.names < set(names) for fits in fitting):
             continue
-        combined = _combined(config, [change.flags for change in changes])
+        combined = _combined(config, names)
         if combined is None:
             continue
         run = SmallerRun(change=combined, bytes=_largest_stage(combined.config, vocab_size))
-        if run.bytes <= available:
-            fitting.append((changes, run))
-        else:
-            others.append(run)
+        (fitting if run.bytes <= available else others).append(run)
     if fitting:
-        return sorted((run for _, run in fitting), key=lambda run: (round(run.change.cost, 3), run.bytes))[:most]
+        return sorted(fitting, key=lambda run: (round(run.change.cost, 3), run.bytes))[:most]
     return sorted(others, key=lambda run: run.bytes)[:most]
 
 
@@ -78,74 +74,73 @@ def _largest_stage(config: MegatronConfig, vocab_size: int) -> int:
     return max(stage.total for stage in stages)
 
 
-def _combined(config: MegatronConfig, flags: list[tuple[str, ...]]) -> Change | None:
+def _combined(config: MegatronConfig, names: Sequence[str]) -> Change | None:
     """The changes one after the other, as the second may depend on the first; None where they do not go together."""
-    result = Change(flags=(), config=config, cost=0.0)
-    for wanted in flags:
-        step = next((change for change in _changes(result.config) if change.flags == wanted), None)
+    flags: tuple[str, ...] = ()
+    cost = 0.0
+    for name in names:
+        step = next((change for change in changes(config) if name in change.names), None)
         if step is None:
             return None
-        result = result.then(step)
-    return None if result.config.problems(check_files=False) else result
+        config, flags, cost = step.config, flags + step.flags, cost + step.cost
+    if config.problems(check_files=False):
+        return None
+    return Change(names=frozenset(names), flags=flags, config=config, cost=cost)
 
 
-def _changes(config: MegatronConfig) -> Iterator[Change]:
-    """Single changes that make a run smaller, possible or not."""
+def changes(config: MegatronConfig) -> Iterator[Change]:
+    """Single changes that make a run smaller, possible or not. All keep the global batch."""
     model, parallel, training = config.model, config.parallel, config.training
     tensor, stages, replicas = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
         config.data_parallel_size,
     )
+    batch = config.global_batch_size
+    same_batch = () if training.global_batch_size else ("--global-batch-size", str(batch))
     if tensor > 1 and not parallel.sequence_parallel:
-        yield _change(config, ("--sequence-parallel",), 0.0, parallel={"sequence_parallel": True})
+        flags: tuple[str, ...] = ("--sequence-parallel",)
+        yield _change("sequence parallelism", config, flags, 0.0, parallel={"sequence_parallel": True})
     if replicas > 1 and not config.data_parallel.use_distributed_optimizer:
+        flags = ("--use-distributed-optimizer",)
         sharded = {"use_distributed_optimizer": True}
-        yield _change(config, ("--use-distributed-optimizer",), 0.0, data_parallel=sharded)
+        yield _change("distributed optimizer", config, flags, 0.0, data_parallel=sharded)
     if training.micro_batch_size % 2 == 0:
         size = training.micro_batch_size // 2
-        batch = config.global_batch_size
-        yield _change(
-            config,
-            (f"--micro-batch-size {size}", *(() if training.global_batch_size else (f"--global-batch-size {batch}",))),
-            _HALF_MICRO_BATCH,
-            training={"micro_batch_size": size, "global_batch_size": batch},
-        )
+        halved = {"micro_batch_size": size, "global_batch_size": batch}
+        flags = ("--micro-batch-size", str(size), *same_batch)
+        yield _change("half the micro-batch", config, flags, _HALF_MICRO_BATCH, training=halved)
     if model.recompute_granularity is None:
+        flags = ("--recompute-activations",)
         selective = {"recompute_granularity": "selective"}
-        yield _change(config, ("--recompute-activations",), _core_share(config), model=selective)
+        yield _change("selective recomputation", config, flags, _core_share(config), model=selective)
     if model.recompute_granularity != "full":
+        flags = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
         full = {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
             "recompute_modules": None,
         }
-        flags = ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",)
-        yield _change(config, flags, 1 / 3, model=full)  # one forward more beside a forward and a backward of twice it
+        # One forward more beside a forward and a backward of twice it.
+        yield _change("full recomputation", config, flags, 1 / 3, model=full)
     if replicas % 2 == 0:
-        batch = config.global_batch_size
-        yield _change(
-            config,
-            (f"--tensor-model-parallel-size {2 * tensor}",),
-            _TWICE_TENSOR,
-            parallel={"tensor_model_parallel_size": 2 * tensor},
-            training={"global_batch_size": batch},
-        )
-        deeper = _change(
-            config,
-            (f"--pipeline-model-parallel-size {2 * stages}",),
-            0.0,
-            parallel={"pipeline_model_parallel_size": 2 * stages},
-            training={"global_batch_size": batch},
-        )
+        kept = {"global_batch_size": batch}
+        flags = ("--tensor-model-parallel-size", str(2 * tensor), *same_batch)
+        wider = {"tensor_model_parallel_size": 2 * tensor}
+        yield _change("twice the tensor ranks", config, flags, _TWICE_TENSOR, parallel=wider, training=kept)
+        flags = ("--pipeline-model-parallel-size", str(2 * stages), *same_batch)
+        more = {"pipeline_model_parallel_size": 2 * stages}
+        deeper = _change("twice the stages", config, flags, 0.0, parallel=more, training=kept)
         if not deeper.config.problems(check_files=False):
             yield replace(deeper, cost=_bubble(deeper.config) - _bubble(config))
 
 
-def _change(config: MegatronConfig, flags: tuple[str, ...], cost: float, **sections: Mapping[str, object]) -> Change:
-    changed = {name: replace(getattr(config, name), **values) for name, values in sections.items()}
-    return Change(flags=flags, config=replace(config, **changed), cost=cost)
+def _change(
+    name: str, config: MegatronConfig, flags: tuple[str, ...], cost: float, **sections: Mapping[str, object]
+) -> Change:
+    changed = {section: replace(getattr(config, section), **values) for section, values in sections.items()}
+    return Change(names=frozenset({name}), flags=flags, config=replace(config, **changed), cost=cost)
 
 
 def _core_share(config: MegatronConfig) -> float:
