@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections.abc import Iterator
@@ -168,6 +169,26 @@ def test_the_verbs_of_a_step_are_those_of_the_code() -> None:
 def test_every_tool_is_in_the_architecture() -> None:
     tools = {file for file in (ROOT / "tools").iterdir() if file.suffix in (".py", ".sh")}
     assert tools <= set(named_in_rooms())
+
+
+def test_every_benchmark_is_described() -> None:
+    text = TEXTS[ROOT / "docs" / "BENCHMARKS.md"]
+    programs = [
+        file.name for file in (ROOT / "tools" / "benchmark").glob("*.py") if "__main__" in file.read_text("utf-8")
+    ]
+    assert [name for name in programs if name != "gpu_check.py" and f"| `{name}` |" not in text] == []
+
+
+def test_the_slots_of_a_process_are_those_that_are_named() -> None:
+    """What `global` assigns is state of the process; the architecture says where there is some, and why."""
+    (paragraph,) = (line for line in ARCHITECTURE.split("\n\n") if line.startswith("**A group is an argument.**"))
+    named = {f"megatron/core/{name}" for name in re.findall(r"`([\w/]+\.py)`", paragraph)}
+    slots = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "megatron").rglob("*.py")
+        if any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(file.read_text("utf-8"))))
+    }
+    assert slots == named
 
 
 def test_the_layers_are_those_that_are_enforced() -> None:
