@@ -75,9 +75,9 @@ __global__ void __launch_bounds__(kThreads) input_gradient_kernel(const RmsNorm 
 template <typename Number>
 __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(const RmsNorm norm, const RmsNormGradient out) {
   using Real = RealOf<Number>;
-  const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const std::int64_t column = static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x;
   if (column >= norm.width) return;
-  const std::int64_t group = blockIdx.y;
+  const std::int64_t group = blockIdx.x;
   const std::int64_t end = (group + 1) * out.group < norm.rows ? (group + 1) * out.group : norm.rows;
   Real weight_gradient(0);
   for (std::int64_t row = group * out.group; row < end; ++row) {
@@ -95,7 +95,7 @@ void check(cudaError_t error) {
 }  // namespace
 
 void rms_norm_cuda(const RmsNorm& norm, void* output, double epsilon, int device, void* stream) {
-  if (norm.rows == 0) return;
+  if (norm.rows == 0 || norm.width == 0) return;
   check(cudaSetDevice(device));  // this copy of the CUDA runtime has not heard which one torch's has chosen
   const auto queue = static_cast<cudaStream_t>(stream);
   const auto rows = static_cast<unsigned>(norm.rows);
@@ -106,12 +106,13 @@ void rms_norm_cuda(const RmsNorm& norm, void* output, double epsilon, int device
 }
 
 void rms_norm_gradient_cuda(const RmsNorm& norm, const RmsNormGradient& out, int device, void* stream) {
-  if (norm.rows == 0) return;
+  if (norm.rows == 0 || norm.width == 0) return;
   check(cudaSetDevice(device));
   const auto queue = static_cast<cudaStream_t>(stream);
   const auto rows = static_cast<unsigned>(norm.rows);
-  const dim3 groups(static_cast<unsigned>((norm.width + kThreads - 1) / kThreads),
-                    static_cast<unsigned>((norm.rows + out.group - 1) / out.group));
+  // Groups in the dimension of a grid that may be longer than 65,535.
+  const dim3 groups(static_cast<unsigned>((norm.rows + out.group - 1) / out.group),
+                    static_cast<unsigned>((norm.width + kThreads - 1) / kThreads));
   with_number_of(norm.type, [&](auto number) {
     using Number = decltype(number);
     input_gradient_kernel<Number><<<rows, kThreads, 0, queue>>>(norm, out);
