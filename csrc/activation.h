@@ -58,7 +58,8 @@ MEGATRON_INLINE Real gelu_slope(Real x, const Power& power) {
   const Real cube = static_cast<Real>(kGeluCube) * x * x;
   const Real share = sigmoid(static_cast<Real>(kGeluScale) * x * (Real(1) + cube), power);
   const Real inner = static_cast<Real>(kGeluScale) * x * (Real(1) + Real(3) * cube);
-  return share + share * (Real(1) - share) * inner;
+  const Real bent = share * (Real(1) - share);
+  return bent == Real(0) ? share : share + bent * inner;  // `inner` is infinite for large x
 }
 
 // The two factors of the gradient of g * sigmoid(g) * x: of g and of x.

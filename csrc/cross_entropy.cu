@@ -4,6 +4,7 @@
 #include <string>
 
 #include "cross_entropy.h"
+#include "pack.h"
 
 namespace megatron {
 
@@ -12,12 +13,6 @@ namespace {
 constexpr int kThreads = 256;  // one block a row
 constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;
-
-// So many neighbours as one read of 16 bytes, or one alone where rows are not aligned to that.
-template <typename Number, int count>
-struct alignas(sizeof(Number) * count) Pack {
-  Number numbers[count];
-};
 
 __device__ __forceinline__ float power_of_e(float x) { return expf(x); }
 __device__ __forceinline__ double power_of_e(double x) { return exp(x); }
@@ -148,15 +143,13 @@ void launch(const Logits& logits, const LogitGradient& out, cudaStream_t stream)
   gradient_kernel<Number, count><<<static_cast<unsigned>(logits.rows), kThreads, 0, stream>>>(logits, out);
 }
 
-std::uintptr_t written_address(const LogitStatistics&) { return 0; }
-std::uintptr_t written_address(const LogitGradient& out) { return reinterpret_cast<std::uintptr_t>(out.gradient); }
+const void* written(const LogitStatistics&) { return nullptr; }
+const void* written(const LogitGradient& out) { return out.gradient; }
 
 template <typename Number, typename Output>
 void launch_for(const Logits& logits, const Output& out, cudaStream_t stream) {
-  constexpr int count = 16 / sizeof(Number);
-  const std::uintptr_t addresses = reinterpret_cast<std::uintptr_t>(logits.data) | written_address(out);
-  if (addresses % 16 == 0 && logits.width % count == 0) {
-    launch<Number, count>(logits, out, stream);
+  if (packs<Number>(logits.width, logits.data, written(out))) {
+    launch<Number, kPackSize<Number>>(logits, out, stream);
   } else {
     launch<Number, 1>(logits, out, stream);
   }
