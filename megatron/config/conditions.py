@@ -60,7 +60,7 @@ def flash_kernel_fits(config: MegatronConfig, flag: str) -> Iterator[Problem]:
     model = config.model
     obstacles = {
         "--attention-dropout": (
-            model.attention_dropout > 0 and not model.fast_attention_dropout,
+            model.drops_attention_weights,
             f"--attention-dropout {model.attention_dropout} takes an explicit path, whose masks do not "
             "depend on the layout",
             "--attention-dropout 0, or --fast-attention-dropout",

@@ -265,9 +265,7 @@ class MegatronConfig:
     def _recompute_notes(self) -> Iterator[str]:
         """Recomputation that spares nothing, or next to nothing."""
         model, parallel = self.model, self.parallel
-        explicit = model.apply_query_key_layer_scaling
-        fused = not explicit and (model.attention_dropout == 0 or model.fast_attention_dropout)
-        if "core_attn" in model.recomputed_modules and fused:
+        if "core_attn" in model.recomputed_modules and not model.computes_attention_weights(training=True):
             yield (
                 "--recompute-granularity selective computes the core of attention again, which runs in a fused kernel: "
                 "that keeps no attention weights and computes them again by itself, so no more than its output is "

@@ -254,6 +254,15 @@ class TransformerConfig:
         return self.num_attention_heads * self.head_dim
 
     @property
+    def drops_attention_weights(self) -> bool:
+        """Whether training drops attention weights by their global index, for which each must be in memory."""
+        return self.attention_dropout > 0 and not self.fast_attention_dropout
+
+    def computes_attention_weights(self, *, training: bool) -> bool:
+        """Whether attention weights are in memory, one by one: no kernel without them drops or scales as is asked."""
+        return self.apply_query_key_layer_scaling or (training and self.drops_attention_weights)
+
+    @property
     def tied_embeddings(self) -> bool:
         return not self.untie_embeddings_and_output_weights
 

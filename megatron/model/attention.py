@@ -213,12 +213,12 @@ class SelfAttention(nn.Module):
 
 def drops_weights(config: TransformerConfig, dropout: DropoutStream | None) -> bool:
     """Whether weights are dropped by their global index, for which each of them must be in memory."""
-    return dropout is not None and config.attention_dropout > 0.0 and not config.fast_attention_dropout
+    return dropout is not None and config.drops_attention_weights
 
 
 def computes_weights(config: TransformerConfig, dropout: DropoutStream | None) -> bool:
-    """Whether attention weights are in memory, one by one: no kernel without them drops or scales them as is asked."""
-    return config.apply_query_key_layer_scaling or drops_weights(config, dropout)
+    """Whether this pass has attention weights in memory, one by one; without dropout it is no training."""
+    return config.computes_attention_weights(training=dropout is not None)
 
 
 def fused_attention(

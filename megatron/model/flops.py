@@ -7,6 +7,7 @@ from math import prod
 
 from torch import nn
 
+from megatron.config.pipeline_layout import StageLayout
 from megatron.config.transformer import TransformerConfig
 from megatron.core.shard import shard_of
 
@@ -31,26 +32,48 @@ def parameter_count(config: TransformerConfig, vocab_size: int) -> int:
 
     `vocab_size` is the number of rows that belong to the model: padding that we add for the layout is not counted.
     """
-    hidden = config.hidden_size
-    embeddings = vocab_size * hidden * (1 if config.tied_embeddings else 2)
-    if config.position_embedding_type == "learned_absolute":
-        assert config.max_position_embeddings is not None
-        embeddings += config.max_position_embeddings * hidden
-    return embeddings + config.num_layers * _layer_parameters(config) + _norm_parameters(config, hidden)
+    whole = StageLayout(stage=0, chunk=0, layers=range(config.num_layers), has_embedding=True, has_output=True)
+    return elements_of_chunk(config, whole, tensor_parallel_size=1, padded_vocab_size=vocab_size)
 
 
-def _layer_parameters(config: TransformerConfig) -> int:
-    biases = config.qkv_size if config.add_bias_linear or config.add_qkv_bias else 0
+def elements_of_chunk(
+    config: TransformerConfig, stage: StageLayout, *, tensor_parallel_size: int, padded_vocab_size: int
+) -> int:
+    """Elements of a chunk's parameters on a rank, with padding, keys and values that other ranks hold too, and copies
+    of a tied embedding."""
+    t, hidden = tensor_parallel_size, config.hidden_size
+    norm = 1 if config.normalization == "RMSNorm" else 2
+    layer = matrix_elements_of_layer(config, t) + 2 * norm * hidden
     if config.add_bias_linear:
-        biases += config.fc1_size + 2 * config.hidden_size
-    norms = 2 * _norm_parameters(config, config.hidden_size)
+        layer += _projection_rows(config, t) + config.fc1_size // t + 2 * hidden
+    elif config.add_qkv_bias:
+        layer += _projection_rows(config, t)
     if config.qk_layernorm:
-        norms += 2 * _norm_parameters(config, config.head_dim)
-    return config.attention_weights + config.mlp_weights + biases + norms
+        layer += 2 * norm * config.head_dim
+    words = padded_vocab_size // t * hidden
+    elements = len(stage.layers) * layer
+    if stage.has_embedding:
+        elements += words
+        if config.position_embedding_type == "learned_absolute":
+            assert config.max_position_embeddings is not None
+            elements += config.max_position_embeddings * hidden
+    if stage.has_output:
+        shared = config.tied_embeddings and stage.has_embedding
+        elements += norm * hidden + (0 if shared else words)
+    return elements
 
 
-def _norm_parameters(config: TransformerConfig, size: int) -> int:
-    return size if config.normalization == "RMSNorm" else 2 * size
+def matrix_elements_of_layer(config: TransformerConfig, tensor_parallel_size: int) -> int:
+    """Elements of the four matrices of a layer on a rank, with keys and values that other ranks hold too."""
+    t = tensor_parallel_size
+    attention = _projection_rows(config, t) + config.query_size // t
+    return config.hidden_size * (attention + config.fc1_size // t + config.ffn_size // t)
+
+
+def _projection_rows(config: TransformerConfig, tensor_parallel_size: int) -> int:
+    """Of queries, keys and values on a rank, which has a key and value head at least."""
+    groups = max(1, config.query_groups // tensor_parallel_size)
+    return config.query_size // tensor_parallel_size + 2 * groups * config.head_dim
 
 
 def built_parameter_count(modules: Iterable[nn.Module]) -> int:

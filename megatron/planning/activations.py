@@ -82,7 +82,7 @@ def layer_bytes(config: MegatronConfig) -> LayerBytes:
     if model.qk_layernorm:  # the values stay a part of it
         projection = core_inputs + tokens * (heads + groups) * _statistics_bytes(config)
         core_inputs = queries + keys
-    if computes_attention_weights(config):
+    if model.computes_attention_weights(training=True):
         kept = 2 if model.attention_dropout > 0 else 1  # the weights, and what dropout leaves of them
         # Keys are scaled, and kept so. Unscaled ones are kept too where they are a part of the whole projection.
         scaled_keys = 0 if model.qk_layernorm or model.position_embedding_type == "rope" else keys
@@ -124,25 +124,13 @@ def _statistics_bytes(config: MegatronConfig) -> int:
     return numbers * max(_FLOAT, config.optimizer.params_dtype.itemsize)
 
 
-def computes_attention_weights(config: MegatronConfig) -> bool:
-    """Whether attention weights are in memory one by one in training, as no fused kernel computes what is asked."""
-    model = config.model
-    drops = model.attention_dropout > 0 and not model.fast_attention_dropout
-    return drops or model.apply_query_key_layer_scaling
-
-
-def kept_bytes_per_layer(config: MegatronConfig) -> float:
-    """What a layer keeps of one micro-batch on a rank with the recomputation of the configuration.
-
-    The mean over the layers of a run that is recomputed as a whole.
-    """
+def kept_by_layers(config: MegatronConfig, layers: range) -> int:
+    """What the layers of a chunk keep of one micro-batch on a rank, with the recomputation of the configuration."""
     model, layer = config.model, layer_bytes(config)
-    if model.recompute_granularity == "full":
-        parts = config.parallel.tensor_model_parallel_size if model.distribute_saved_activations else 1
-        units = model.recompute_units(range(model.num_layers))
-        kept = sum(layer.input / parts if unit.recomputed else len(unit.layers) * layer.whole for unit in units)
-        return kept / model.num_layers
-    return layer.whole - _spared_by_modules(config, layer)
+    parts = config.parallel.tensor_model_parallel_size if model.distribute_saved_activations else 1
+    whole = layer.whole - _spared_by_modules(config, layer)
+    units = model.recompute_units(layers)
+    return round(sum(layer.input / parts if unit.recomputed else len(unit.layers) * whole for unit in units))
 
 
 def _spared_by_modules(config: MegatronConfig, layer: LayerBytes) -> int:
@@ -159,13 +147,8 @@ def _spared_by_modules(config: MegatronConfig, layer: LayerBytes) -> int:
 
 def chunk_bytes(config: MegatronConfig, stage: StageLayout, padded_vocab_size: int) -> int:
     """What a model chunk keeps of one micro-batch on a rank."""
-    model, layer = config.model, layer_bytes(config)
-    parts = config.parallel.tensor_model_parallel_size if model.distribute_saved_activations else 1
-    kept = 0.0
-    for unit in model.recompute_units(stage.layers):
-        whole = layer.whole - _spared_by_modules(config, layer)
-        kept += layer.input / parts if unit.recomputed else len(unit.layers) * whole
-    return round(kept) + _shared_bytes(config) + _end_bytes(config, stage, padded_vocab_size)
+    ends = _end_bytes(config, stage, padded_vocab_size)
+    return kept_by_layers(config, stage.layers) + _shared_bytes(config) + ends
 
 
 def recomputed_bytes(config: MegatronConfig, stage: StageLayout) -> int:
@@ -182,7 +165,7 @@ def _shared_bytes(config: MegatronConfig) -> int:
     """What all layers of a chunk share: a mask of booleans, and the rotary table."""
     model, length = config.model, config.data.seq_length
     mask = _mask_positions(config)
-    if computes_attention_weights(config):
+    if model.computes_attention_weights(training=True):
         mask = max(mask, length**2) if model.position_embedding_type != "alibi" else 0  # what is added is not kept
     rotary = 0
     if model.position_embedding_type == "rope":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 
 from megatron.config.megatron_config import MegatronConfig
-from megatron.config.pipeline_layout import PipelineLayout, StageLayout, pipeline_layout
-from megatron.config.transformer import TransformerConfig
+from megatron.config.pipeline_layout import PipelineLayout, pipeline_layout
 from megatron.core.pipeline_parallel.schedule_plan import Kind, StagePlan, build_plan
+from megatron.model.flops import elements_of_chunk, matrix_elements_of_layer
 from megatron.planning.activations import chunk_bytes, recomputed_bytes
 
 
@@ -99,68 +99,38 @@ def peak_of_plan(plan: StagePlan, bytes_of_chunk: Sequence[int]) -> int:
     return peak
 
 
-def matrix_elements_of_layer(model: TransformerConfig, tensor_parallel_size: int) -> int:
-    """Elements of the four matrices of a layer on a rank, with keys and values that other ranks hold too."""
-    t = tensor_parallel_size
-    queries, groups = model.query_size // t, max(1, model.query_groups // t)
-    projection = queries + 2 * groups * model.head_dim
-    return model.hidden_size * (projection + queries + model.fc1_size // t + model.ffn_size // t)
-
-
-def elements_of_chunk(
-    model: TransformerConfig, stage: StageLayout, *, tensor_parallel_size: int, padded_vocab_size: int
-) -> int:
-    """Elements of a chunk's parameters on a rank, with padding, keys and values that other ranks hold too, and copies
-    of a tied embedding."""
-    t, hidden = tensor_parallel_size, model.hidden_size
-    norm = 1 if model.normalization == "RMSNorm" else 2
-    queries, groups = model.query_size // t, max(1, model.query_groups // t)
-    projection, fc1 = queries + 2 * groups * model.head_dim, model.fc1_size // t
-    layer = matrix_elements_of_layer(model, t) + 2 * norm * hidden
-    if model.add_bias_linear:
-        layer += projection + fc1 + 2 * hidden
-    elif model.add_qkv_bias:
-        layer += projection
-    if model.qk_layernorm:
-        layer += 2 * norm * model.head_dim
-    words = padded_vocab_size // t * hidden
-    elements = len(stage.layers) * layer
-    if stage.has_embedding:
-        elements += words
-        if model.position_embedding_type == "learned_absolute":
-            elements += (model.max_position_embeddings or 0) * hidden
-    if stage.has_output:
-        shared = model.tied_embeddings and stage.has_embedding
-        elements += norm * hidden + (0 if shared else words)
-    return elements
-
-
-def memory_table(predicted: Sequence[StageMemory] | None, measured: Sequence[StageMemory] | None = None) -> str:
+def memory_table(
+    predicted: Sequence[StageMemory] | None,
+    measured: Sequence[StageMemory] | None = None,
+    *,
+    not_measured: Collection[str] = ("recomputed",),
+) -> str:
     """A line for each stage, in MB: what is predicted, what was measured, and by how much that is more.
 
-    What a backward computes again is predicted only: it is in memory for a moment, and in no saved tensor.
+    Args:
+        not_measured: columns that are predicted only, and left out of the totals beside measured ones. What a backward
+            computes again is in memory for a moment, and in no saved tensor.
     """
     names = [field.name for field in fields(StageMemory)]
+    known = [name for name in names if name not in not_measured]
     rows = [["stage", *names, "total"]]
     for stage in range(len(predicted or measured or ())):
-        row = [str(stage)]
-        for name in (*names, "total"):
-            wanted = None if predicted is None else getattr(predicted[stage], name)
-            found = None if measured is None else getattr(measured[stage], name)
-            if name == "recomputed":
-                found = None
-            elif name == "total" and wanted is not None and predicted is not None:
-                wanted -= predicted[stage].recomputed if found is not None else 0
-            row.append(_cell(wanted, found))
-        rows.append(row)
+        wanted = None if predicted is None else predicted[stage]
+        found = None if measured is None else measured[stage]
+        row = [_cell(wanted, found if name in known else None, [name]) for name in names]
+        rows.append([str(stage), *row, _cell(wanted, found, names if found is None else known)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
 
 
-def _cell(predicted: int | None, measured: int | None) -> str:
-    if measured is None:
-        return "-" if predicted is None else f"{predicted / 1e6:,.1f}"
-    if predicted is None:
-        return f"{measured / 1e6:,.1f}"
-    more = f" ({measured / predicted - 1:+.1%})" if predicted else ""
-    return f"{predicted / 1e6:,.1f} -> {measured / 1e6:,.1f}{more}"
+def _cell(predicted: StageMemory | None, measured: StageMemory | None, names: Sequence[str]) -> str:
+    """The sum of the attributes `names`."""
+    wanted, found = (
+        None if memory is None else sum(getattr(memory, name) for name in names) for memory in (predicted, measured)
+    )
+    if found is None:
+        return "-" if wanted is None else f"{wanted / 1e6:,.1f}"
+    if wanted is None:
+        return f"{found / 1e6:,.1f}"
+    more = f" ({found / wanted - 1:+.1%})" if wanted else ""
+    return f"{wanted / 1e6:,.1f} -> {found / 1e6:,.1f}{more}"

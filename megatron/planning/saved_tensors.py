@@ -30,7 +30,8 @@ class SavedBytes:
 
     A view counts as the whole storage that it keeps alive, and a storage that several operations save counts once.
     What the backward has freed counts no more. What `torch.utils.checkpoint` computes again is never kept by the graph,
-    so it does not count; the inputs that it starts from do.
+    so it does not count; the inputs that it starts from do, but not those of which each rank keeps a part
+    (`--distribute-saved-activations`): the recomputation holds these itself.
 
     Args:
         parameters: they are in memory anyway: what shares their storage is left out.

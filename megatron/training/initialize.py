@@ -38,7 +38,7 @@ from megatron.core.kernels.choice import KernelChoice, device_type
 from megatron.core.kernels.extension import choose_kernels, describe_kernels
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel.random import RngStateTracker, model_parallel_rng_tracker
-from megatron.model.flops import parameter_count
+from megatron.planning.memory import memory_table, predict_memory
 from megatron.training.failures import exiting, reason
 
 # A launcher ends all ranks when the first one leaves: seconds that a silent rank leaves to the one that says why.
@@ -534,24 +534,20 @@ def _node_warnings(state: ParallelState, config: MegatronConfig) -> list[str]:
 
 
 def _memory_warning(state: ParallelState, config: MegatronConfig, available: int) -> str:
-    """What the ranks of this node need at least, activations aside, where its memory has no room for it; else "".
+    """What the ranks of this node need by the account of memory, where the node has no room for it; else "".
 
     Args:
         available: bytes of memory that the node has.
     """
-    vocabulary = config.model_vocab_size(config.tokenizer.vocab_size or 0)  # that of a file is not read yet
-    parameters = parameter_count(config.model, vocabulary)
-    ranks = state.nodes.count(state.nodes[state.rank])
-    shared = config.data_parallel_size if config.data_parallel.use_distributed_optimizer else 1
-    spared = config.optimizer.state_bytes_per_parameter * (shared - 1) // shared
-    per_parameter = config.optimizer.bytes_per_parameter - spared
-    needed = parameters * per_parameter * ranks // config.parallel.model_parallel_size
+    vocabulary = config.padded_vocab_size(config.tokenizer.vocab_size or 1)  # that of a file is not read yet
+    stages = predict_memory(config, padded_vocab_size=vocabulary)
+    here = [rank for rank, node in enumerate(state.nodes) if node == state.nodes[state.rank]]
+    needed = sum(stages[state.grid.coordinates(rank)["pp"]].total for rank in here)
     if needed <= available:
         return ""
     return (
-        f"the {ranks} rank(s) of this node need more than {needed / 1e9:,.1f} GB, and it has {available / 1e9:,.1f} GB "
-        f"of memory: the model has {parameters:,} parameters or more, of {per_parameter} bytes each with gradient and "
-        f"optimizer, and {config.parallel.model_parallel_size} rank(s) share one copy"
+        f"the {len(here)} rank(s) of this node need about {needed / 1e9:,.1f} GB or more, and it has "
+        f"{available / 1e9:,.1f} GB of memory; a rank of each stage (MB):\n{memory_table(stages)}"
     )
 
 

@@ -49,7 +49,9 @@ class MemoryAccount(Hook):
             mine = measured_memory(run, self.saved.peak)
             self.close()
             stages = all_gather_object(mine, run.state.pipeline)
-            table = memory_table(predicted_memory(run), stages)
+            # The parts of inputs that ranks keep are held by the recomputation itself, and are no saved tensors.
+            uncounted = {"activations"} if run.config.model.distribute_saved_activations else set()
+            table = memory_table(predicted_memory(run), stages, not_measured={"recomputed", *uncounted})
             title = f"memory of a rank of each stage, predicted -> measured in iteration {report.iteration} (MB)"
             run.say(f"{title}:\n{table}")
 

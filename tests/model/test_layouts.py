@@ -13,11 +13,11 @@ from megatron.core.comm_group import CommGroup
 from megatron.core.parallel_state import build_parallel_state, grid_of_world
 from megatron.core.shard import shard_of
 from megatron.core.tensor_parallel.random import DropoutStream
-from megatron.model.flops import built_parameter_count, parameter_count
+from megatron.model.flops import built_parameter_count, elements_of_chunk, parameter_count
 from megatron.model.gpt_model import GPTModel
 from tests.helpers.distributed import run_distributed
 from tests.helpers.numerics import assert_all_parity, assert_bitwise
-from tests.model.tiny import VOCAB, batch, build, tiny_config
+from tests.model.tiny import VOCAB, batch, build, tiny_config, whole
 
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 9 + [2] * 8, [0] * 20 + [1] * 4])
 SIZES: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 12, "ffn_hidden_size": 72}
@@ -78,6 +78,11 @@ def run_model(group: CommGroup, sequence_parallel: bool, settings: dict[str, Any
         logits = model(tokens, position_ids, **common)
     count = all_reduce(torch.tensor(built_parameter_count([model])), group)
     assert int(count) == parameter_count(config, VOCAB)
+    held = sum(parameter.numel() for parameter in model.parameters())
+    padded_size = model.padded_vocab_size
+    assert held == elements_of_chunk(
+        config, whole(config), tensor_parallel_size=group.size, padded_vocab_size=padded_size
+    )
     return {"losses": losses.detach(), "logits": logits, **whole_gradients(model, group)}
 
 

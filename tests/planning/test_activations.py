@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.config.megatron_config import MegatronConfig
 from megatron.core.tensor_parallel.recompute import recompute
-from megatron.planning.activations import kept_bytes_per_layer, paper_bytes_per_layer
+from megatron.planning.activations import kept_by_layers, paper_bytes_per_layer
 from tests.helpers.distributed import run_distributed
 from tests.planning.measured import saved_by_layers
 from tests.tensor_parallel.ranks import tensor_group
@@ -103,7 +103,7 @@ def test_what_is_kept_is_what_is_predicted(layout: str, flavour: str) -> None:
     )
     for results in run_distributed(_saved_each_way, ranks, lines):
         for line, (config, kept, _) in zip(lines, results):
-            predicted = kept_bytes_per_layer(config) * config.model.num_layers
+            predicted = kept_by_layers(config, range(config.model.num_layers))
             assert kept == pytest.approx(predicted, rel=PREDICTED), line
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron.config.pipeline_layout import StageLayout
 from megatron.core.pipeline_parallel.schedule_plan import build_plan
-from megatron.planning.memory import StageMemory, elements_of_chunk, memory_table, peak_of_plan, predict_memory
+from megatron.model.flops import elements_of_chunk
+from megatron.planning.memory import StageMemory, memory_table, peak_of_plan, predict_memory
 from tests.helpers.tiny import tiny_config as tiny_run_config
 from tests.model.tiny import ARCHITECTURES, VOCAB, build, tiny_config, whole
 
@@ -53,4 +56,9 @@ def test_the_table_shows_how_much_more_was_measured() -> None:
     assert header.split() == ["stage", "parameters", "gradients", "optimizer", "activations", "recomputed", "total"]
     assert "4.0 -> 5.0 (+25.0%)" in line
     assert line.endswith("7.0 -> 8.0 (+14.3%)")  # what is recomputed is not measured
+    _, line = memory_table([predicted], [measured], not_measured=["activations", "recomputed"]).splitlines()
+    assert re.split(" {2,}", line.strip()) == [
+        *("0", "1.0 -> 1.0 (+0.0%)", "2.0 -> 2.0 (+0.0%)", "0.0 -> 0.0"),
+        *("4.0", "1.0", "3.0 -> 3.0 (+0.0%)"),
+    ]
     assert memory_table([predicted]).splitlines()[1].split() == ["0", "1.0", "2.0", "0.0", "4.0", "1.0", "8.0"]

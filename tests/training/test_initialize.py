@@ -18,7 +18,7 @@ from megatron.config.problems import ConfigError
 from megatron.core import parallel_state
 from megatron.core.collectives import barrier
 from megatron.core.rank_grid import RankGrid
-from megatron.model.flops import parameter_count
+from megatron.planning.memory import memory_table, predict_memory
 from megatron.training import initialize
 from megatron.training.initialize import (
     LaunchEnvironment,
@@ -436,22 +436,30 @@ def test_a_start_without_a_gpu_says_so_unless_it_was_asked_for(
     assert "GB of memory" not in printed
 
 
-@pytest.mark.parametrize("tensor, flags, size", [(4, (), 18), (2, ("--use-distributed-optimizer",), 12)])
-def test_a_model_that_a_nodes_memory_has_no_room_for_gets_a_warning_with_the_sizes(
-    tensor: int, flags: tuple[str, ...], size: int
-) -> None:
-    """Of 18 bytes: bf16 with a gradient, a main copy and two moments in fp32, the last three of which two data-parallel
-    ranks may share. Two of four ranks here."""
-    config = tiny_config("--bf16", "--tensor-model-parallel-size", str(tensor), *flags, world_size=4)
-    grid = RankGrid(tp=tensor, dp=4 // tensor)
-    state = replace(parallel_state.ParallelState.single(), grid=grid, nodes=("a", "a", "b", "b"))
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--tensor-model-parallel-size", "4"),
+        ("--tensor-model-parallel-size", "2", "--use-distributed-optimizer"),
+        ("--pipeline-model-parallel-size", "2", "--seq-length", "64", "--max-position-embeddings", "64"),
+    ],
+    ids=["tp4", "sharded", "pp2"],
+)
+def test_a_run_that_a_nodes_memory_has_no_room_for_gets_a_warning_with_the_account(flags: tuple[str, ...]) -> None:
+    """Two of four ranks; in a pipeline those of the first stage here, and of the last one on the other node."""
+    config = tiny_config("--bf16", *flags, world_size=4)
+    parallel = config.parallel
+    grid = parallel_state.grid_of_world(
+        4, tensor=parallel.tensor_model_parallel_size, pipeline=parallel.pipeline_model_parallel_size
+    )
     assert config.tokenizer.vocab_size is not None
-    parameters = parameter_count(config.model, config.tokenizer.vocab_size)
-    needed = parameters * size * 2 // tensor
-    assert initialize._memory_warning(state, config, needed) == ""
-    text = initialize._memory_warning(state, config, needed - 1)
-    assert text.startswith(f"the 2 rank(s) of this node need more than {needed / 1e9:.1f} GB, and it has ")
-    assert f"{parameters:,} parameters or more, of {size} bytes each" in text
+    stages = predict_memory(config, padded_vocab_size=config.padded_vocab_size(config.tokenizer.vocab_size))
+    for rank, stage in ((0, stages[0]), (2, stages[-1])):
+        state = replace(parallel_state.ParallelState.single(), grid=grid, nodes=("a", "a", "b", "b"), rank=rank)
+        assert initialize._memory_warning(state, config, 2 * stage.total) == ""
+        text = initialize._memory_warning(state, config, 2 * stage.total - 1)
+        assert text.startswith(f"the 2 rank(s) of this node need about {2 * stage.total / 1e9:.1f} GB or more")
+        assert text.endswith(memory_table(stages))
 
 
 def test_a_start_warns_of_what_the_memory_has_no_room_for(
@@ -459,4 +467,4 @@ def test_a_start_warns_of_what_the_memory_has_no_room_for(
 ) -> None:
     monkeypatch.setattr(initialize, "_bytes_of_memory", lambda: 1000)
     initialize_megatron(TINY_GPT)
-    assert "warning: the 1 rank(s) of this node need more than" in capsys.readouterr().out
+    assert "warning: the 1 rank(s) of this node need about" in capsys.readouterr().out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 import torch
@@ -124,6 +126,27 @@ def test_the_account_is_printed_at_the_start_and_measured_in_the_second_iteratio
     assert text.count("predicted (MB):") == 1
     assert text.count("predicted -> measured in iteration 2 (MB):") == 1
     assert re.search(r"\n +0  +0\.5 -> 0\.5 ", text)
+
+
+def _account_of_parts(rank: int, world_size: int) -> str:
+    """What is said of a run whose ranks keep a part each of what layers are computed again from."""
+    parts = ("--tensor-model-parallel-size", str(world_size), *FULL, "--distribute-saved-activations")
+    run, account = tiny_run(rank, world_size, *BF16, *parts), MemoryAccount()
+    with redirect_stdout(StringIO()) as said:
+        for _ in range(2):
+            account.after_step(run, train_step(run))
+    return said.getvalue()
+
+
+def test_activations_of_which_each_rank_keeps_a_part_are_predicted_only() -> None:
+    """The recomputation holds them itself, and the saved tensors of autograd know nothing of them."""
+    said, _ = run_distributed(_account_of_parts, 2)
+    stage, parameters, gradients, optimizer, activations, recomputed, total = re.split(
+        " {2,}", said.splitlines()[-1].strip()
+    )
+    assert stage == "0"
+    assert all("->" in cell for cell in (parameters, gradients, optimizer, total))
+    assert all(float(cell) >= 0 for cell in (activations, recomputed))
 
 
 def test_a_run_that_ends_before_its_second_iteration_stops_counting() -> None:
