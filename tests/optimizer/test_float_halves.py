@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.kernels import float_halves
 from megatron.core.kernels.float_halves import joined, narrow_, split_
 from tests.helpers.numerics import assert_bitwise, rounded
 
@@ -63,3 +67,45 @@ def test_a_number_that_rounds_to_infinity_is_kept() -> None:
     split_(largest, upper, lower)
     assert bool(upper.isinf().all())
     assert_bitwise(joined(upper, lower), largest)
+
+
+class NewBytes(TorchDispatchMode):
+    """The largest memory that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **kwargs or {})
+        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.largest = max(self.largest, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("shape", [(100_001,), (1000, 70), (3, 5, 1000)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_no_more_than_a_block_is_made_at_a_time(
+    shape: tuple[int, ...], transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    copy, upper, lower = (torch.empty(shape, dtype=t) for t in (torch.bfloat16, torch.bfloat16, torch.int16))
+    if transposed:
+        numbers, copy, upper, lower = (
+            tensor.mT if tensor.dim() > 1 else tensor for tensor in (numbers, copy, upper, lower)
+        )
+    monkeypatch.setattr(float_halves, "_BLOCK", 5000)
+    with NewBytes() as made:
+        narrow_(numbers, copy)
+        split_(numbers, upper, lower)
+    assert 0 < made.largest <= 4 * 5000
+    assert_bitwise(copy, rounded(numbers, torch.bfloat16))
+    assert_bitwise(joined(upper, lower), numbers)
+
+
+def test_a_single_number_and_none() -> None:
+    for numbers in (torch.tensor(1 + 2**-8), torch.empty(0, 3), torch.empty(0)):
+        copy = torch.empty(numbers.shape, dtype=torch.bfloat16)
+        narrow_(numbers, copy)
+        assert_bitwise(copy, rounded(numbers, torch.bfloat16))

@@ -8,6 +8,7 @@ and one nearest bfloat16, one may have been rounded up to it and the other down.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 _TIE = 0x8000
 _NOT_A_NUMBER = 0x7FC0
+# Elements that are cut at a time: what lies between the numbers and their halves takes some 10 bytes of each.
+_BLOCK = 2**22
 
 
 @dataclass(frozen=True)
@@ -76,21 +79,30 @@ def narrow_(wide: Tensor, low_precision: Tensor) -> None:
         low_precision: of the same shape, receives them.
     """
     if low_precision.dtype == torch.bfloat16:
-        low_precision.copy_(_upper(wide.to(torch.float32)))
+        for numbers, target in _blocks(wide, low_precision):
+            target.copy_(_upper(numbers.to(torch.float32)))
     else:
         low_precision.copy_(wide)
 
 
 def split_(wide: Tensor, upper: Tensor, lower: Tensor) -> None:
     """Cut float32 numbers into `upper` bfloat16 and `lower` int16, of the same shape. A NaN loses its payload."""
-    upper.copy_(_upper(wide))
-    lower.copy_(wide.view(torch.int32).to(torch.int16).masked_fill_(wide.isnan(), 0))
+    for numbers, top, rest in _blocks(wide, upper, lower):
+        top.copy_(_upper(numbers))
+        rest.copy_(numbers.view(torch.int32).to(torch.int16).masked_fill_(numbers.isnan(), 0))
 
 
 def joined(upper: Tensor, lower: Tensor) -> Tensor:
     """The float32 numbers that `split_` has cut."""
     bits = (upper.view(torch.int16).to(torch.int32) << 16) + lower.to(torch.int32)
     return bits.view(torch.float32)
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of tensors of one shape, some rows at a time: about `_BLOCK` elements, or a row where that is more."""
+    with_rows = [tensor if tensor.dim() else tensor.view(1) for tensor in tensors]
+    rows = max(1, _BLOCK * len(with_rows[0]) // max(1, with_rows[0].numel()))
+    yield from zip(*(torch.split(tensor, rows) for tensor in with_rows))
 
 
 def _upper(wide: Tensor) -> Tensor:
