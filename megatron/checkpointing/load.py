@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.checkpointing import storage
 from megatron.checkpointing.errors import CheckpointError, NoCheckpointError
@@ -21,6 +22,7 @@ from megatron.checkpointing.slices import HeldPart, held_parts
 from megatron.config.problems import counted, listing
 from megatron.core.agreement import agree
 from megatron.core.comm_group import CommGroup
+from megatron.core.kernels.float_halves import Halves, Numbers, narrow_
 from megatron.core.shard import NamedTensor
 
 _ITERATION = re.compile(r"[0-9]{1,18}")
@@ -126,13 +128,25 @@ class Checkpoint:
             with storage.ShardReader(self.folder / file, size, self.index.block_bytes) as reader:
                 for transfer, part, key in transfers_of_file:
                     target = part.values[transfer.box.seen_from(part.placed.offset).index]
-                    dtype = self.tensors[key].dtype
-                    bytes_read += reader.copy_into(target, transfer.source, dtype, transfer.box)
+                    dtype, store = self.tensors[key].dtype, _store_weights if key.startswith("model.") else _store
+                    bytes_read += reader.copy_into(target, transfer.source, dtype, transfer.box, store=store)
         lines = tuple(
             f"{counted(count, 'tensor')}: {stored} in the checkpoint, converted to {wanted}"
             for (stored, wanted), count in casts.items()
         )
         return LoadSummary(tensors=len(asked), bytes_read=bytes_read, casts=lines)
+
+
+def _store(values: Tensor, target: Numbers) -> None:
+    target.copy_(values)
+
+
+def _store_weights(values: Tensor, target: Numbers) -> None:
+    """A model that is loaded to be used has the weights that it was trained with: both round main ones alike."""
+    if isinstance(target, Halves):
+        target.copy_(values)
+    else:
+        narrow_(values, target)
 
 
 def read_tracker(root: str | os.PathLike[str]) -> int | None:

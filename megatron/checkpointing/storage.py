@@ -18,7 +18,7 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -290,6 +290,10 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(item) is int for item in value)
 
 
+# Writes values, on the CPU in the dtype of the file, to a tensor of their shape.
+Store = Callable[[Tensor, Numbers], None]
+
+
 class ShardReader:
     """Reads checked blocks of slices from one safetensors file. A context manager."""
 
@@ -359,10 +363,10 @@ class ShardReader:
                     return int(self._data_start + first)
         raise CheckpointError(f"{self.path} is damaged: its header and the index disagree about {part.name}")
 
-    def copy_into(self, target: Numbers, part: StoredSlice, dtype: torch.dtype, wanted: Box) -> int:
+    def copy_into(self, target: Numbers, part: StoredSlice, dtype: torch.dtype, wanted: Box, *, store: Store) -> int:
         """Copy the elements `wanted`, a box of the global tensor within the slice, to a tensor of its shape.
 
-        Only blocks that hold wanted elements are read, two at a time, each checked before it is copied.
+        Only blocks that hold wanted elements are read, two at a time, each checked before it is copied by `store`.
 
         Returns: the number of bytes read.
 
@@ -382,7 +386,7 @@ class ShardReader:
                 self._read_into(_bytes_of(block), start + first * dtype.itemsize, part.name)
                 if zlib.crc32(_bytes_of(block)) != part.checksums[number]:
                     raise CheckpointError(f"{self.path} is damaged: wrong checksum of {part.name}, block {number}")
-                _copy_overlap(target, inside, block.view(dtype), part.box.shape, first)
+                _copy_overlap(target, inside, block.view(dtype), part.box.shape, first, store)
             finally:
                 self._staging.put(staging)
             return block.numel()
@@ -390,14 +394,16 @@ class ShardReader:
         return sum(self._pool.map(copy_block, range(lowest // length, -(-highest // length))))
 
 
-def _copy_overlap(target: Numbers, wanted: Box, block: Tensor, shape: tuple[int, ...], first: int) -> None:
+def _copy_overlap(
+    target: Numbers, wanted: Box, block: Tensor, shape: tuple[int, ...], first: int, store: Store
+) -> None:
     """Copy what `target` wants out of a block: row-major elements from `first` on of a tensor of `shape`."""
     position = 0
     for box in flat_range_boxes(shape, first, first + block.numel()):
         overlap = box.intersect(wanted)
         if overlap is not None:
             values = block[position : position + box.volume].view(box.shape)[overlap.seen_from(box.offset).index]
-            target[overlap.seen_from(wanted.offset).index].copy_(values)
+            store(values, target[overlap.seen_from(wanted.offset).index])
         position += box.volume
 
 

@@ -19,6 +19,7 @@ from megatron.checkpointing import (
     read_tracker,
     save_checkpoint,
 )
+from megatron.core.kernels.float_halves import narrow_
 from tests.checkpointing.layouts import ALONE, whole
 
 
@@ -256,3 +257,16 @@ def test_a_checkpoint_of_another_form_is_refused(tmp_path: Path) -> None:
     marker = save(tmp_path, 10) / "COMPLETE"
     marker.write_text(marker.read_text().replace('"version":2', '"version":1'))
     _not_nothing(tmp_path, "this is format 1; this program reads 2")
+
+
+def test_weights_are_loaded_as_a_training_rounds_them_and_state_to_the_nearest_even(tmp_path: Path) -> None:
+    """A half is rounded to the number that is larger in size, as `narrow_` has it."""
+    values = torch.tensor([1 + 2**-8, -1 - 2**-8, 1 + 3 * 2**-8, 1 + 2**-9])
+    keys = ("model.w", "optimizer.exp_avg.w")
+    save_checkpoint(tmp_path, 1, [whole(key, values) for key in keys], {}, world=ALONE, writes=True)
+    loaded = {key: torch.zeros(4, dtype=torch.bfloat16) for key in keys}
+    load_checkpoint(tmp_path, world=ALONE).load_into([whole(key, t) for key, t in loaded.items()], world=ALONE)
+    trained = torch.zeros(4, dtype=torch.bfloat16)
+    narrow_(values, trained)
+    assert loaded["model.w"].tolist() == trained.tolist() == [1 + 2**-7, -1 - 2**-7, 1 + 2**-6, 1.0]
+    assert loaded["optimizer.exp_avg.w"].tolist() == [1.0, -1.0, 1 + 2**-6, 1.0]
