@@ -182,6 +182,11 @@ class OptimizerConfig:
         return frozenset(name for name, dtype in types.items() if dtype == "bf16")
 
     @property
+    def updates_matrices_apart(self) -> bool:
+        """Whether the matrices inside layers have an update rule of their own."""
+        return self.optimizer == "muon"
+
+    @property
     def bytes_per_parameter(self) -> int:
         """Of a weight with its gradient, what it is short of a main weight, and its optimizer state."""
         return self.params_dtype.itemsize + self.grad_dtype.itemsize + self.state_bytes_per_parameter
@@ -270,6 +275,14 @@ class OptimizerConfig:
                     rule=f"belongs to --optimizer muon, and that is {self.optimizer}",
                     works=f"--optimizer muon; or leave out {name}",
                 )
+        if self.optimizer == "muon" and self.muon_fp32_matmul_prec == "high" and self.grad_reduce_in_bf16:
+            yield Problem(
+                flags=("--muon-fp32-matmul-prec", "--grad-reduce-in-bf16"),
+                value="high",
+                rule="orthogonalizes in fp32 what lies in the place of the gradients, and with --grad-reduce-in-bf16 "
+                "these are bf16",
+                works="--muon-fp32-matmul-prec medium; or leave out --grad-reduce-in-bf16",
+            )
         if self.muon_coefficient_type == "quintic" and self.muon_num_ns_steps % 5:
             yield Problem(
                 flags=("--muon-num-ns-steps", "--muon-coefficient-type"),

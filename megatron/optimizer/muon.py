@@ -72,8 +72,10 @@ class Muon:
         return frozenset()
 
     def update_(self, step: FlatStep) -> None:
-        """For that all matrices have the decay and learning rate of the step."""
         assert isinstance(step.parameter, Tensor)
+        assert not step.entries or all(
+            span.weight_decay_multiplier == span.lr_multiplier == 1.0 for span in step.spans.spans
+        ), "matrices all have the decay and the learning rate of the step"
         self._write_directions(step)
         for entry in step.entries:
             shard = shard_of(entry.parameter)
@@ -137,7 +139,7 @@ def whole_matrix(local: Tensor, shard: Shard) -> Tensor:
     if shard.dim is None or shard.group.size == 1:
         return local
     whole = local.new_zeros(shard.global_shape)
-    for piece in shard.owned_pieces():
+    for piece in (piece for piece in shard.pieces if piece.owned):  # by this rank of its stage, which may hold a copy
         part = local.narrow(shard.dim, piece.local, piece.length)
         whole.narrow(shard.dim, piece.start, piece.length).copy_(part)
     collectives.all_reduce_(whole, shard.group)  # each element is one number and zeros: nothing is rounded

@@ -93,6 +93,12 @@ REFUSED = [
         None,
         ["--muon-num-ns-steps 4", "multiple of 5", "--muon-coefficient-type simple"],
     ),
+    (
+        "--optimizer muon --muon-fp32-matmul-prec high --bf16 --grad-reduce-in-bf16",
+        "",
+        None,
+        ["--muon-fp32-matmul-prec high: orthogonalizes in fp32", "these are bf16", "--muon-fp32-matmul-prec medium"],
+    ),
     ("--fp32-residual-connection --fp64", "", None, ["--fp32-residual-connection", "the precision is fp64"]),
     (
         "--rotary-percent 0.5",

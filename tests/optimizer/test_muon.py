@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.grad_buffer import main_grad_of
-from megatron.core.shard import set_matrices
+from megatron.core.shard import Init, Shard, even_pieces, set_matrices
 from megatron.optimizer.adam import AdamW
 from megatron.optimizer.grad_scaler import ConstantGradScaler
-from megatron.optimizer.muon import _COEFFICIENTS, Muon, orthogonalized
+from megatron.optimizer.muon import _COEFFICIENTS, Muon, orthogonalized, whole_matrix
 from megatron.optimizer.optimizer import MegatronOptimizer
+from tests.distributed.toy_shards import Layout, state_of
+from tests.helpers.distributed import run_distributed
 from tests.helpers.numerics import assert_bitwise, assert_parity
 from tests.optimizer.test_mixed_precision import main_parameters
 from tests.optimizer.toy import ToyModel, toy_model, with_whole_shards
@@ -33,11 +35,13 @@ def with_matrices(dtype: torch.dtype) -> ToyModel:
     return model
 
 
-def optimizer_of(model: nn.Module, muon: Muon, scale: float = 1.0) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+def optimizer_of(
+    model: nn.Module, muon: Muon, scale: float = 1.0, grad_dtype: torch.dtype | None = None
+) -> tuple[DistributedDataParallel, MegatronOptimizer]:
     chunk = DistributedDataParallel(
         model,
         data_group=CommGroup.single(),
-        grad_dtype=torch.promote_types(next(model.parameters()).dtype, torch.float32),
+        grad_dtype=grad_dtype or torch.promote_types(next(model.parameters()).dtype, torch.float32),
         config=DistributedDataParallelConfig(matrices_apart=True),
     )
     optimizer = MegatronOptimizer(
@@ -160,3 +164,34 @@ def test_an_update_has_the_size_of_its_mode() -> None:
         muon = Muon(scale_mode=mode, extra_scale_factor=0.5, num_steps=50, coefficients="quintic")  # type: ignore[arg-type]
         update = muon._orthogonal(matrix[None])[0]
         assert float(torch.linalg.matrix_norm(update, 2)) == pytest.approx(0.5 * size, rel=0.2)
+
+
+def test_gradients_in_bfloat16_give_the_same_update_where_they_are_the_same() -> None:
+    """The direction, which lies in their place, is orthogonalized in bfloat16 anyhow."""
+    ends = []
+    for grad_dtype in (torch.float32, torch.bfloat16):
+        model = with_matrices(torch.bfloat16)
+        _, optimizer = optimizer_of(model, Muon(nesterov=True), grad_dtype=grad_dtype)
+        optimizer.set_schedule(0.01, 0.1)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            for parameter in model.parameters():
+                main_grad_of(parameter).copy_(torch.randn(parameter.shape, generator=generator).bfloat16())
+            assert optimizer.step().applied
+        ends.append(main_parameters(optimizer))
+    for name in MATRICES:
+        assert_bitwise(ends[1][name], ends[0][name], name)
+
+
+def parts_put_together(rank: int, world_size: int, owned: bool) -> Tensor:
+    group = state_of(Layout(tensor=world_size), rank).tensor
+    shard = Shard(
+        global_shape=(6, 2), dim=0, pieces=even_pieces(6, group), group=group, init=Init.zeros(), tied=True, owned=owned
+    )
+    return whole_matrix(torch.full((6 // world_size, 2), 1.0 + rank), shard)
+
+
+@pytest.mark.parametrize("owned", [True, False], ids=["first-stage", "copy-on-the-last-stage"])
+def test_a_tied_matrix_is_whole_on_both_stages(owned: bool) -> None:
+    for whole in run_distributed(parts_put_together, 2, owned):
+        assert whole.tolist() == [[1.0, 1.0]] * 3 + [[2.0, 2.0]] * 3
