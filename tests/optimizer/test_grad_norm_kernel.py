@@ -57,10 +57,14 @@ def test_it_is_the_exact_sum_to_the_rounding_of_float64(spans: list[Span], dtype
 
 @each_dtype
 @each_spans
-def test_plain_torch_has_the_same_sum_to_the_rounding_of_the_elements(spans: list[Span], dtype: torch.dtype) -> None:
+def test_plain_torch_has_the_same_sum_to_the_rounding_of_float32_at_least(
+    spans: list[Span], dtype: torch.dtype
+) -> None:
     flat = values(dtype)
     mine = float(sum_of_squares_reference(flat, ElementSpans(spans, CPU)))
-    assert mine == pytest.approx(exact(flat, spans), rel=max(1e-14, 4 * torch.finfo(dtype).eps))
+    # bfloat16 is added up one by one in float32, 4096 elements a row at most
+    bound = {torch.float64: 1e-14, torch.float32: 2.0**-21, torch.bfloat16: 2.0**-18}[dtype]
+    assert mine == pytest.approx(exact(flat, spans), rel=bound)
 
 
 @each_dtype

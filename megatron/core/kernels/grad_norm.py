@@ -104,17 +104,19 @@ def _on_gpu(compiled: Callable[..., Any], flat: Tensor, spans: ElementSpans) -> 
 def sum_of_squares_reference(flat: Tensor, spans: ElementSpans) -> Tensor:
     """The same in plain torch, in other bits.
 
-    Rows are summed in the dtype of `flat`, which may overflow above 1e17 or so in float32 although all elements are
-    finite; then each square is taken in float64, slowly.
+    Rows are summed in the dtype of `flat`, bfloat16 in float32, which may overflow above 1e17 or so although all
+    elements are finite; then each square is taken in float64, slowly.
     """
+    dtype = torch.promote_types(flat.dtype, torch.float32)
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     for start, stop in spans.spans:
         whole_rows = (stop - start) // _ROW * _ROW
         parts = []
         if whole_rows:
-            parts.append(torch.linalg.vector_norm(flat[start : start + whole_rows].view(-1, _ROW), dim=1))
+            rows = flat[start : start + whole_rows].view(-1, _ROW)
+            parts.append(torch.linalg.vector_norm(rows, dim=1, dtype=dtype))
         if start + whole_rows < stop:
-            parts.append(torch.linalg.vector_norm(flat[start + whole_rows : stop]).view(1))
+            parts.append(torch.linalg.vector_norm(flat[start + whole_rows : stop], dtype=dtype).view(1))
         for norms in parts:
             total += norms.double().square_().sum()
     return total if torch.isfinite(total) else _exact_sum_of_squares(flat, spans)
