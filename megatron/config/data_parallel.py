@@ -13,7 +13,8 @@ _DISTRIBUTED, _REDUCE, _GATHER = "--use-distributed-optimizer", "--overlap-grad-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataParallelConfig:
-    """Choices of data parallelism. None of them changes a number but for the order of sums."""
+    """Choices of data parallelism. None of them changes a number but by rounding: sums have another order, and
+    averages of products another last bit."""
 
     use_distributed_optimizer: bool = field(
         default=False,
@@ -36,7 +37,12 @@ class DataParallelConfig:
         ),
     )
     ddp_num_buckets: int | None = field(
-        default=None, metadata=flag("Number of buckets, instead of their size.", at_least=1)
+        default=None,
+        metadata=flag(
+            "Number of buckets on each rank, instead of their size; besides them those of tied weights and of "
+            "gradients that are summed over tensor-parallel ranks.",
+            at_least=1,
+        ),
     )
     ddp_average_in_collective: bool = field(
         default=False,
@@ -47,17 +53,13 @@ class DataParallelConfig:
         metadata=flag(f"Make buckets multiples of 2^16 elements, which NCCL moves fastest; with {_DISTRIBUTED}."),
     )
 
-    def bucket_size(self, *, parameters: int, ranks: int) -> int | None:
-        """Parameters after which a bucket is closed; None: never, when nothing overlaps with its reduction.
+    def bucket_size(self, *, ranks: int) -> int | None:
+        """Parameters after which a bucket is closed, with so many data-parallel ranks.
 
-        Args:
-            parameters: trainable ones of this process.
-            ranks: data-parallel ones.
+        None: it is not closed by its size, as nothing overlaps with its reduction, or as `ddp_num_buckets` is given.
         """
-        if not self.overlap_grad_reduce:
+        if not self.overlap_grad_reduce or self.ddp_num_buckets is not None:
             return None
-        if self.ddp_num_buckets is not None:
-            return max(1, parameters // self.ddp_num_buckets)
         return max(40_000_000, 1_000_000 * ranks) if self.ddp_bucket_size is None else self.ddp_bucket_size
 
     def problems(self) -> Iterator[Problem]:

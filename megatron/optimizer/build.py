@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -20,6 +22,7 @@ def build_optimizer(
     config: OptimizerConfig,
     *,
     model_group: CommGroup,
+    device: torch.device,
     count_zeros: bool = False,
 ) -> MegatronOptimizer:
     """One optimizer for all trainable parameters of the chunks.
@@ -29,6 +32,7 @@ def build_optimizer(
     Args:
         model_group: all ranks that together hold one copy of the model. With the distributed optimizer each of the
             data-parallel ranks updates a part of it, so that these are all ranks.
+        device: of the parameters, of which a rank may have none.
         count_zeros: report the number of zero gradient elements (`--log-num-zeros-in-grad`).
     """
     return MegatronOptimizer(
@@ -37,11 +41,10 @@ def build_optimizer(
         scaler=build_grad_scaler(config),
         clip_grad=config.clip_grad,
         model_group=model_group,
-        device=next(chunks[0].parameters()).device,
+        device=device,
         count_zeros=count_zeros,
         matrix_rule=build_matrix_rule(config),
         main_in_halves=config.main_in_halves,
-        overlap_gather=any(chunk.config.overlap_param_gather for chunk in chunks),
     )
 
 
@@ -55,7 +58,7 @@ def build_update_rule(config: OptimizerConfig) -> UpdateRule:
 
 def build_matrix_rule(config: OptimizerConfig) -> UpdateRule | None:
     """The rule of the matrices inside layers, where it is one of their own."""
-    if config.optimizer != "muon":
+    if not config.updates_matrices_apart:
         return None
     return Muon(
         momentum=config.muon_momentum,

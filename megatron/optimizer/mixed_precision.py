@@ -49,7 +49,7 @@ class MainParameters:
         self.low_precision: Tensor | None = None
         if parameters.dtype == main_dtype:
             self.main = parameters
-        elif in_halves:
+        elif in_halves and parameters.dtype == torch.bfloat16:
             self.main = Halves(parameters, torch.zeros_like(parameters, dtype=torch.int16))
         else:
             self.main, self.low_precision = parameters.to(main_dtype), parameters

@@ -57,7 +57,6 @@ class MegatronOptimizer:
         model_group: CommGroup,
         device: torch.device,
         count_zeros: bool = False,
-        overlap_gather: bool = False,
         matrix_rule: UpdateRule | None = None,
         main_in_halves: bool = False,
     ) -> None:
@@ -71,7 +70,6 @@ class MegatronOptimizer:
             count_zeros: report the number of zero gradient elements, for one more pass over the gradients.
             matrix_rule: for buckets of matrices inside layers, which then lie apart; None: `rule`.
             main_in_halves: of a model in bfloat16, keep no copy of the main parameters but the bits that it lacks.
-            overlap_gather: leave it to the next forward pass to wait for the parameters of other ranks' slices.
         """
         self.rule = rule
         self.scaler = scaler
@@ -83,7 +81,6 @@ class MegatronOptimizer:
         )
         self._device = device
         self._count_zeros = count_zeros
-        self._overlap_gather = overlap_gather
         self._updates = 0
         self._schedule: tuple[float, float] | None = None
 
@@ -125,8 +122,8 @@ class MegatronOptimizer:
             for part in self.parts:
                 part.update(number=self._updates, lr=lr, weight_decay=weight_decay, gradient_scale=gradient_scale)
                 part.bucket.start_gather()
-            if not self._overlap_gather:
-                for part in self.parts:
+            for part in self.parts:
+                if not part.bucket.awaited_by_modules:
                     part.bucket.finish_gather()
         overflow = not finite and self.scaler.absorbs_overflow
         self.scaler.update(found_inf=not finite)

@@ -142,6 +142,7 @@ def _build_run(
             chunks,
             config.optimizer,
             model_group=state.world if config.data_parallel.use_distributed_optimizer else state.model,
+            device=device,
             count_zeros=config.logging.log_num_zeros_in_grad,
         ),
         scheduler=build_param_scheduler(config.optimizer, config.schedule_lengths, on_load=_schedule_on_load(context)),
@@ -213,6 +214,8 @@ def train(run: Run) -> None:
             report = train_step(run)
             for hook in run.hooks:
                 hook.after_step(run, report)
+        for chunk in run.chunks:
+            chunk.wait_for_parameters()
         for hook in run.hooks:
             hook.on_end(run)
     finally:

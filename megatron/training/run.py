@@ -132,7 +132,11 @@ class Hook:
         """Before the first iteration."""
 
     def after_step(self, run: Run, report: StepReport) -> None:
-        """After each iteration."""
+        """After each iteration.
+
+        With `--overlap-param-gather` a hook that reads weights otherwise than by calling the model must first wait for
+        them, by `chunk.wait_for_parameters()` for each of `run.chunks`.
+        """
 
     def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
         """After an evaluation on "validation" or "test" data; the losses are known on ranks with the output."""
@@ -144,7 +148,7 @@ class Hook:
         """After a table of timers: of each timer the mean of an iteration, on each rank."""
 
     def on_end(self, run: Run) -> None:
-        """After the last iteration of this process: the run is complete, or it was asked to stop."""
+        """After the last iteration of this process: the run is complete, or it was asked to stop. Weights are whole."""
 
     def close(self) -> None:
         """At the very end, also when an error ends the run: let go of files and signals."""

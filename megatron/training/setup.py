@@ -14,6 +14,7 @@ from megatron.config.megatron_config import MegatronConfig
 from megatron.config.pipeline_layout import PipelineLayout, StageLayout, pipeline_layout
 from megatron.config.problems import UserError
 from megatron.core.collectives import all_reduce
+from megatron.core.distributed.bucket_contents import numbers_of_buckets
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
@@ -98,26 +99,30 @@ def build_chunks(
         if config.training.torch_compile:
             _compile_layers(module)
         modules.append(module)
-    if config.optimizer.optimizer == "muon":
+    choices, matrices_apart = config.data_parallel, config.optimizer.updates_matrices_apart
+    if matrices_apart:
         _check_matrices(context, modules)
-    choices = config.data_parallel
-    trainable = [p for module in modules for p in dict.fromkeys(module.parameters()) if p.requires_grad]
+    numbers: Sequence[Sequence[int] | None] = [None] * len(modules)
+    if choices.ddp_num_buckets is not None:
+        numbers = numbers_of_buckets(modules, choices.ddp_num_buckets, matrices_apart=matrices_apart)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=choices.use_distributed_optimizer,
         overlap_grad_reduce=choices.overlap_grad_reduce,
         overlap_param_gather=choices.overlap_param_gather,
-        bucket_size=choices.bucket_size(
-            parameters=sum(parameter.numel() for parameter in trainable), ranks=state.data_context.size
-        ),
+        bucket_size=choices.bucket_size(ranks=state.data_context.size),
         average_in_collective=choices.ddp_average_in_collective,
         pad_buckets_for_high_nccl_busbw=choices.ddp_pad_buckets_for_high_nccl_busbw,
-        matrices_apart=config.optimizer.optimizer == "muon",
+        matrices_apart=matrices_apart,
     )
     return [
         DistributedDataParallel(
-            module, data_group=state.data_context, grad_dtype=config.optimizer.grad_dtype, config=ddp_config
+            module,
+            data_group=state.data_context,
+            grad_dtype=config.optimizer.grad_dtype,
+            config=ddp_config,
+            num_buckets=num_buckets,
         )
-        for module in modules
+        for module, num_buckets in zip(modules, numbers, strict=True)
     ]
 
 
@@ -133,11 +138,13 @@ def _compile_layers(module: nn.Module) -> None:
 
 def _check_matrices(context: MegatronContext, modules: Sequence[nn.Module]) -> None:
     """Refuse Muon for a model that has none of the matrices that it is for; a collective over the model's ranks."""
-    mine = sum(bool(shard_of(parameter).matrices) for module in modules for parameter in module.parameters())
+    trainable = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
+    mine = sum(bool(shard_of(parameter).matrices) for parameter in trainable)
     if int(all_reduce(torch.tensor(mine, device=context.device), context.state.model)) == 0:
         raise UserError(
-            f"--optimizer muon: {type(modules[0]).__name__} marks no parameter as a matrix inside a layer, so that all "
-            f"would be updated by AdamW; mark them with set_matrices() of megatron.core.shard, or use --optimizer adam"
+            f"--optimizer muon: {type(modules[0]).__name__} marks no trainable parameter as a matrix inside a layer, "
+            f"so that all would be updated by AdamW; mark them with set_matrices() of megatron.core.shard, or use "
+            f"--optimizer adam"
         )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -65,7 +64,7 @@ def train_step(run: Run) -> StepReport:
             _forward_step(run),
             divisors=begun.divisors,
             loss_scale=begun.loss_scale * run.chunks[0].loss_factor,
-            last_backward=_last_backward(run),
+            last_backward=lambda chunk: run.chunks[chunk].last_backward(look_for_nan=run.looks_for_nan),
             forward_only=False,
             timed=partial(run.timers, level=2),
         )
@@ -76,11 +75,6 @@ def train_step(run: Run) -> StepReport:
     if update.applied:
         run.scheduler.step(increment=begun.batch.global_batch_size)
     return _report(run, begun, sums, update, faults)
-
-
-def _last_backward(run: Run) -> Callable[[int], AbstractContextManager[None]]:
-    """What a chunk does around its last backward pass of the step."""
-    return lambda chunk: run.chunks[chunk].last_backward(look_for_nan=run.looks_for_nan)
 
 
 def _begin(run: Run) -> Begun:

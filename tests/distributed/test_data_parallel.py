@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.config.problems import UserError
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -59,9 +60,18 @@ def test_each_dtype_has_a_buffer() -> None:
     assert_parity(model.layernorm.weight.data, before - 0.1)
 
 
-def test_a_gradient_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(AssertionError, match=r"embedding|linear_fc2"):
-        DistributedDataParallel(toy_model(), data_group=CommGroup.single(), grad_dtype=torch.float32)
+@pytest.mark.parametrize(
+    "dtype, grad_dtype, works",
+    [
+        (torch.float64, torch.float32, "use --fp64"),
+        (torch.float32, torch.bfloat16, "leave out --grad-reduce-in-bf16"),
+    ],
+)
+def test_a_gradient_that_does_not_fit_is_refused(dtype: torch.dtype, grad_dtype: torch.dtype, works: str) -> None:
+    model = toy_model(torch.bfloat16)
+    model.linear_fc2.weight.data = model.linear_fc2.weight.data.to(dtype)
+    with pytest.raises(UserError, match=rf"gradients of linear_fc2\.weight, .*{dtype}, .* {grad_dtype}.*{works}"):
+        DistributedDataParallel(model, data_group=CommGroup.single(), grad_dtype=grad_dtype)
 
 
 def test_gradients_add_up_over_micro_batches_and_grad_is_freed() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core import collectives
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads, non_finite_gradients
@@ -18,7 +20,7 @@ from megatron.core.parallel_state import ParallelState
 from tests.distributed import toy_shards
 from tests.distributed.toy_shards import Layout, state_of
 from tests.helpers.distributed import run_distributed
-from tests.helpers.numerics import assert_bitwise
+from tests.helpers.numerics import assert_bitwise, assert_parity
 from tests.optimizer.toy import loss_sum, optimizer_of, toy_batch, toy_model, with_whole_shards
 
 SINGLE = CommGroup.single("data")
@@ -170,15 +172,20 @@ def test_ranks_that_use_different_parameters_reduce_the_same_buckets_together() 
 
 def test_buckets_of_several_buffers_begin_as_their_gradients_come(starts: list[list[str]]) -> None:
     """Those of one dtype do not wait for all of another."""
-    model = toy_model(torch.float32)
-    model.linear_fc1.weight.data = model.linear_fc1.weight.data.double()
+    model = toy_model(torch.float64)
+    model.layernorm.weight.data = model.layernorm.weight.data.float()
+    model.layernorm.bias.data = model.layernorm.bias.data.float()
+    model.layernorm.register_forward_pre_hook(lambda _, inputs: tuple(each.float() for each in inputs))
+    model.layernorm.register_forward_hook(lambda _, inputs, output: output.double())
     chunk = chunk_of(model)
+    assert len(chunk.grad_buffers) == 2
     with chunk.last_backward(look_for_nan=False):
-        for parameter in reversed(list(model.parameters())):
-            parameter.grad = torch.ones_like(parameter)
-            chunk._receive_gradient(parameter)
-            assert main_grad_of(parameter).any()
-    assert starts == [[name] for name, _ in reversed(list(model.named_parameters()))]
+        loss_sum(chunk, *toy_batch(0)).backward()
+    assert all(main_grad_of(parameter).any() for parameter in model.parameters())
+    names = [name for name, _ in model.named_parameters()]
+    assert sorted(starts) == [[name] for name in sorted(names)]
+    assert starts[-1] == ["embedding.weight"] and starts[0][0].startswith("linear_fc2")
+    assert starts == [[name] for name in reversed(names)]
 
 
 def test_frozen_parameters_are_in_no_bucket_and_hold_nothing_up(starts: list[list[str]]) -> None:
@@ -277,6 +284,48 @@ def test_the_rank_of_a_bad_gradient_names_it_although_it_is_reduced_already() ->
     assert run_distributed(bad_gradient_behind_overlap, 2) == [[], ["linear_fc1.weight"]]
 
 
+class Forgotten(Exception):
+    pass
+
+
+def test_a_reduction_that_an_error_has_left_open_is_ended_before_gradients_are_zeroed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunk = chunk_of(toy_model(), config=REDUCE)
+    chunk.zero_grad_buffer()
+    late: list[str] = []
+    for name in ("all_reduce_", "reduce_scatter_"):
+        monkeypatch.setattr(collectives, name, lambda *_, **__: LaterWork(lambda: late.append("written")))
+    with suppress(Forgotten), chunk.last_backward(look_for_nan=False):
+        loss_sum(chunk, *toy_batch(0)).backward()
+        raise Forgotten
+    assert late == []
+    chunk.zero_grad_buffer()
+    assert late == ["written"] * 7
+    assert not any(bucket.gradients.any() for bucket in chunk.buckets)
+
+
+def test_the_host_does_not_look_at_gradients_before_the_backward_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it would wait for each bucket."""
+    chunk = chunk_of(toy_model())
+    chunk.zero_grad_buffer()
+    looked: list[str] = []
+    for name in ("__bool__", "item", "tolist"):
+        original = getattr(Tensor, name)
+
+        def look(tensor: Tensor, name: str = name, original: Any = original) -> Any:
+            looked.append(name)
+            return original(tensor)
+
+        monkeypatch.setattr(Tensor, name, look)
+    result = loss_sum(chunk, *toy_batch(0))
+    with chunk.last_backward(look_for_nan=True):
+        result.backward()
+    assert looked == []
+    assert non_finite_gradients([chunk]) == []
+    assert looked == ["tolist"]
+
+
 def averaged(rank: int, world_size: int, config: DistributedDataParallelConfig) -> dict[str, Tensor]:
     chunk = chunk_of(toy_model(), state_of(Layout(data=world_size), rank).data, config)
     chunk.zero_grad_buffer()
@@ -285,11 +334,13 @@ def averaged(rank: int, world_size: int, config: DistributedDataParallelConfig) 
     return {name: main_grad_of(parameter).clone() for name, parameter in chunk.module.named_parameters()}
 
 
-def test_an_average_of_multiplied_losses_is_their_sum() -> None:
-    plain = run_distributed(averaged, 2, DistributedDataParallelConfig())
-    average = run_distributed(averaged, 2, DistributedDataParallelConfig(average_in_collective=True))
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_average_of_multiplied_losses_is_their_sum(ranks: int) -> None:
+    """To the bit where the factor is a power of two."""
+    plain = run_distributed(averaged, ranks, DistributedDataParallelConfig())
+    average = run_distributed(averaged, ranks, DistributedDataParallelConfig(average_in_collective=True))
     for name, gradient in average[0].items():
-        assert_bitwise(gradient, plain[0][name], name)
+        (assert_bitwise if ranks == 2 else assert_parity)(gradient, plain[0][name], name)
 
 
 # ---- gathers ----
@@ -305,16 +356,27 @@ class LaterWork:
         self.deliver()
 
 
-def delay_gathers(chunk: DistributedDataParallel) -> list[str]:
-    """All gathers of a chunk are open; the names of the parameters that are delivered, in order."""
-    delivered: list[str] = []
-    for bucket in chunk.buckets:
-        names = [entry.name for entry in bucket.entries]
-        bucket._gather = LaterWork(lambda names=names: delivered.extend(names))  # type: ignore[assignment]
-    return delivered
+@pytest.fixture
+def delay_gathers(monkeypatch: pytest.MonkeyPatch) -> Callable[[DistributedDataParallel], list[str]]:
+    """Begins all gathers of a chunk; the names of the parameters that are delivered, in order, later."""
+
+    def delay(chunk: DistributedDataParallel) -> list[str]:
+        delivered: list[str] = []
+        for bucket in chunk.buckets:
+            names = [entry.name for entry in bucket.entries]
+            work = LaterWork(lambda names=names: delivered.extend(names))  # type: ignore[misc]
+            monkeypatch.setattr(collectives, "all_gather_", lambda *_, work=work, **__: work)
+            bucket.start_gather()
+        assert all(bucket.is_gathering for bucket in chunk.buckets)
+        return delivered
+
+    return delay
 
 
-def test_a_module_waits_for_its_own_parameters_when_it_is_called_and_for_no_others() -> None:
+DelayGathers = Callable[[DistributedDataParallel], list[str]]
+
+
+def test_a_module_waits_for_its_own_parameters_when_it_is_called_and_for_no_others(delay_gathers: DelayGathers) -> None:
     chunk = chunk_of(toy_model(), config=GATHER)
     delivered = delay_gathers(chunk)
     at_calls: list[list[str]] = []
@@ -328,7 +390,48 @@ def test_a_module_waits_for_its_own_parameters_when_it_is_called_and_for_no_othe
     assert not any(bucket.is_gathering for bucket in chunk.buckets)
 
 
-def test_a_parameter_that_is_read_without_its_module_is_an_error_that_names_it() -> None:
+class Layer(nn.Module):
+    """Reads the weights of its module without calling it, at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(3, 3, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x @ self.proj.weight)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: Layer() for name in "12"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def test_a_layer_waits_for_all_that_is_in_it_and_for_no_other_layer(delay_gathers: DelayGathers) -> None:
+    chunk = chunk_of(with_whole_shards(Layers()), config=GATHER)
+    delivered = delay_gathers(chunk)
+    at_starts: list[list[str]] = []
+    for layer in chunk.module.layers.values():
+        layer.register_forward_pre_hook(lambda *_: at_starts.append(list(delivered)))
+    chunk(inputs(0)).sum().backward()
+    assert at_starts == [[f"layers.{number}.proj.weight" for number in numbers] for numbers in ("1", "12")]
+
+
+def test_a_parameter_that_is_read_before_its_module_is_called_is_an_error(delay_gathers: DelayGathers) -> None:
+    chunk = chunk_of(with_whole_shards(Layer()), config=GATHER)
+    delay_gathers(chunk)
+    loss = chunk(inputs(0).requires_grad_()).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    chunk(inputs(0).requires_grad_()).sum().backward()
+
+
+def test_a_parameter_that_is_read_without_its_module_is_an_error_that_names_it(delay_gathers: DelayGathers) -> None:
     chunk = chunk_of(toy_model(), config=GATHER)
     delay_gathers(chunk)
     with pytest.raises(
@@ -337,7 +440,7 @@ def test_a_parameter_that_is_read_without_its_module_is_an_error_that_names_it()
         (chunk.module.linear_fc2.weight * 2).sum().backward()
 
 
-def test_whoever_reads_parameters_otherwise_waits_for_all() -> None:
+def test_whoever_reads_parameters_otherwise_waits_for_all(delay_gathers: DelayGathers) -> None:
     chunk = chunk_of(toy_model(), config=GATHER)
     delivered = delay_gathers(chunk)
     chunk.wait_for_parameters()
@@ -349,7 +452,7 @@ def steps_with_bad_ones(rank: int, world_size: int, config: DistributedDataParal
     state: ParallelState = state_of(Layout(data=world_size), rank)
     chunk = chunk_of(toy_model(), state.data, config)
     sharded = config.use_distributed_optimizer
-    optimizer = optimizer_of([chunk], model_group=state.world if sharded else state.model, overlap_gather=sharded)
+    optimizer = optimizer_of([chunk], model_group=state.world if sharded else state.model)
     optimizer.set_schedule(0.1, 0.1)
     seen = []
     for step, kind in enumerate(("good", "nan", "empty", "good")):

@@ -15,6 +15,7 @@ from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.grad_buffer import main_grad_of
+from megatron.core.kernels.float_halves import Halves
 from megatron.optimizer.adam import AdamW
 from megatron.optimizer.build import build_optimizer
 from megatron.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
@@ -191,7 +192,7 @@ def test_float64_training_makes_no_tensor_of_another_floating_point_type(rule: s
     single = CommGroup.single()
     with DtypesSeen(torch.float64) as seen:
         chunk = DistributedDataParallel(model, data_group=single, grad_dtype=config.main_dtype)
-        optimizer = build_optimizer([chunk], config, model_group=single, count_zeros=True)
+        optimizer = build_optimizer([chunk], config, model_group=single, device=torch.device("cpu"), count_zeros=True)
         tokens, targets = toy_batch(0)
         for _ in range(2):
             chunk.zero_grad_buffer()
@@ -304,9 +305,27 @@ def test_the_loss_scale_that_a_configuration_asks_for(config: dict[str, Any], sc
     settings = OptimizerConfig(lr=0.1, hysteresis=1, **config)
     model = toy_model(settings.params_dtype)
     chunk = DistributedDataParallel(model, data_group=CommGroup.single(), grad_dtype=settings.main_dtype)
-    optimizer = build_optimizer([chunk], settings, model_group=CommGroup.single())
+    optimizer = build_optimizer([chunk], settings, model_group=CommGroup.single(), device=torch.device("cpu"))
     assert optimizer.loss_scale == scale
     main_grad_of(model.linear_fc1.bias)[0] = math.inf
     optimizer.set_schedule(0.1, 0.1)
     optimizer.step()
     assert optimizer.loss_scale == (scale / 2 if moves else scale)
+
+
+def test_only_bfloat16_is_kept_in_halves() -> None:
+    """A parameter of a user's own in float16 has a copy."""
+    model = toy_model(torch.bfloat16)
+    model.layernorm.weight.data = model.layernorm.weight.data.half()
+    settings = OptimizerConfig(lr=0.1, precision="bf16", use_precision_aware_optimizer=True)
+    single = CommGroup.single()
+    chunk = DistributedDataParallel(model, data_group=single, grad_dtype=settings.grad_dtype)
+    optimizer = build_optimizer([chunk], settings, model_group=single, device=torch.device("cpu"))
+    main = {named.key.removeprefix("model."): named.tensor for named in optimizer.named_main_parameters()}
+    assert {name for name, tensor in main.items() if not isinstance(tensor, Halves)} == {"layernorm.weight"}
+    before = model.layernorm.weight.detach().clone()
+    main_grad_of(model.layernorm.weight).fill_(1.0)
+    optimizer.set_schedule(0.1, 0.0)
+    assert optimizer.step().applied
+    assert_bitwise(model.layernorm.weight.detach(), main["layernorm.weight"].half())
+    assert float((model.layernorm.weight.detach() - before + 0.1).abs().max()) < 2**-9

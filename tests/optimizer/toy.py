@@ -67,7 +67,6 @@ def optimizer_of(
     clip_grad: float = 0.0,
     model_group: CommGroup | None = None,
     count_zeros: bool = False,
-    overlap_gather: bool = False,
 ) -> MegatronOptimizer:
     return MegatronOptimizer(
         [bucket for chunk in chunks for bucket in reversed(chunk.buckets)],
@@ -77,7 +76,6 @@ def optimizer_of(
         model_group=CommGroup.single("model") if model_group is None else model_group,
         device=torch.device("cpu"),
         count_zeros=count_zeros,
-        overlap_gather=overlap_gather,
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.distributed import run_distributed
 from tests.helpers.numerics import PARITY_FP32, PARITY_FP64, assert_all_parity
 from tests.helpers.tiny import StepResult, assemble, losses_of, train_steps
-from tests.parity.layouts import Case, all_cases, every_layout, pairwise_cover
+from tests.parity.layouts import DATA_PARALLELISM, Case, all_cases, every_layout, pairwise_cover
 
 STEPS = 3
 PRODUCT = list(all_cases())
@@ -68,6 +68,28 @@ def test_float32_losses_norms_and_gradients_agree_too(case: Case) -> None:
     """Not the weights: the gradient of a key bias is zero in theory. And with SGD: Adam divides each gradient by its
     own size, so of the rounding in those that are nearly zero it makes steps as large as any."""
     check_parity(case, precision=("--optimizer", "sgd"), bound=PARITY_FP32, with_parameters=False)
+
+
+@pytest.mark.parametrize("data", ["plain", "zero-overlap"])
+def test_a_chunk_without_a_parameter(data: str) -> None:
+    """The first of the second stage has no layer, neither embedding nor output."""
+    model = ("--fp64", "--num-layers", "3")
+    layout = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "Et||t|tL")
+    expected = reference(*model)
+    ranks = run_distributed(train_steps, 4, STEPS, *model, *layout, *DATA_PARALLELISM[data])
+    for step in range(STEPS):
+        assert losses_of(ranks, step) == pytest.approx(expected[step].losses, rel=PARITY_FP64)
+        assert_all_parity(assemble(rank[step].parameters for rank in ranks), assemble([expected[step].parameters]))
+
+
+@pytest.mark.parametrize("ranks", [3])
+def test_averages_in_the_collective_over_ranks_that_are_no_power_of_two(ranks: int) -> None:
+    model = ("--fp64", "--global-batch-size", "6")
+    expected = reference(*model)
+    results = run_distributed(train_steps, ranks, STEPS, *model, *DATA_PARALLELISM["overlap"])
+    for step in range(STEPS):
+        assert losses_of(results, step) == pytest.approx(expected[step].losses, rel=PARITY_FP64)
+        assert_all_parity(assemble(rank[step].parameters for rank in results), assemble([expected[step].parameters]))
 
 
 def test_the_cover_holds_every_axis_value() -> None:

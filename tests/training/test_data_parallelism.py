@@ -9,6 +9,9 @@ import torch
 
 from megatron.checkpointing import load_checkpoint
 from megatron.core.comm_group import CommGroup
+from megatron.training.metrics import StepReport
+from megatron.training.pretrain import train
+from megatron.training.run import Hook, Run
 from tests.helpers.distributed import run_distributed
 from tests.helpers.launch import launch
 from tests.helpers.numerics import assert_bitwise
@@ -17,7 +20,7 @@ from tests.parity.layouts import DATA_PARALLELISM
 from tests.training.runs import build, rows_on_ranks, trained
 from tests.training.test_precision import FP16, pretrain_poisoned
 from tests.training.test_resume import checksums
-from tests.training.test_train_step import state_of
+from tests.training.test_train_step import state_of, whole
 
 PLAIN, ZERO, _, ZERO_OVERLAP = DATA_PARALLELISM.values()
 
@@ -61,6 +64,51 @@ def resumed_weights(rank: int, world_size: int, *arguments: str) -> dict[str, to
     return state_of(run)
 
 
+def resumed_slices(
+    rank: int, world_size: int, *arguments: str
+) -> tuple[dict[str, torch.Tensor], list[tuple[str, int, torch.Tensor]]]:
+    """The weights of the model, and of its main weights and state the key, the first element and what is held."""
+    run, _ = build(*arguments, rank=rank, world_size=world_size)
+    slices = []
+    for named in (*run.optimizer.named_main_parameters(), *run.optimizer.named_state()):
+        assert named.elements is not None
+        key = named.key.replace("model.", "main.", 1) if named.key.startswith("model.") else named.key
+        slices.append((key, named.elements.first, whole(named.tensor).clone()))
+    return model_weights(run), slices
+
+
+def model_weights(run: Run) -> dict[str, torch.Tensor]:
+    return {key: tensor for key, tensor in state_of(run).items() if key.startswith("model.")}
+
+
+def weights_after_training(rank: int, world_size: int, *arguments: str) -> tuple[list[bool], dict[str, torch.Tensor]]:
+    """Whether a gather is open after each step and at the end, where nobody has waited for it; the weights."""
+    run, _ = build(*arguments, rank=rank, world_size=world_size)
+    is_open: list[bool] = []
+
+    class Look(Hook):
+        def after_step(self, run: Run, report: StepReport) -> None:
+            self.on_end(run)
+
+        def on_end(self, run: Run) -> None:
+            is_open.append(any(bucket.is_gathering for chunk in run.chunks for bucket in chunk.buckets))
+
+    run.hooks = [Look(), *run.hooks]
+    train(run)
+    return is_open, model_weights(run)
+
+
+@pytest.mark.parametrize("end", [(), ("--exit-interval", "2")], ids=["", "exit-interval"])
+def test_a_finished_run_has_whole_weights(end: tuple[str, ...]) -> None:
+    arguments = ("--bf16", "--clip-grad", "0", *end)
+    plain = run_distributed(weights_after_training, 2, *arguments)
+    ranks = run_distributed(weights_after_training, 2, *arguments, *ZERO_OVERLAP)
+    for (is_open, weights), (_, expected) in zip(ranks, plain):
+        assert is_open == [True] * (len(is_open) - 1) + [False]
+        for key, tensor in weights.items():
+            assert_bitwise(tensor, expected[key], key)
+
+
 def test_a_checkpoint_of_slices_is_that_of_whole_ones(tmp_path: Path) -> None:
     """Loaded on one rank, bit for bit, weights and state; and what one rank has saved, loaded as slices."""
     arguments = ("--bf16", "--clip-grad", "0")
@@ -70,11 +118,18 @@ def test_a_checkpoint_of_slices_is_that_of_whole_ones(tmp_path: Path) -> None:
         (loaded[name],) = run_distributed(resumed_weights, 1, *arguments, "--load", str(tmp_path / name))
     for key, tensor in loaded["zero"].items():
         assert_bitwise(tensor, loaded["plain"][key], key)
-    for rank in run_distributed(resumed_weights, 2, *arguments, "--load", str(tmp_path / "plain"), *ZERO_OVERLAP):
-        assert rank
-        for key, tensor in rank.items():
-            if key in loaded["plain"] and tensor.shape == loaded["plain"][key].shape:
-                assert_bitwise(tensor, loaded["plain"][key], key)
+    ranks = run_distributed(resumed_slices, 2, *arguments, "--load", str(tmp_path / "plain"), *ZERO_OVERLAP)
+    compared = dict.fromkeys(loaded["plain"], 0)
+    for weights, slices in ranks:
+        for key, tensor in weights.items():
+            assert_bitwise(tensor, loaded["plain"][key], key)
+            compared[key] += tensor.numel()
+        for key, first, tensor in slices:
+            assert_bitwise(tensor, loaded["plain"][key].view(-1)[first : first + tensor.numel()], key)
+            compared[key] += tensor.numel()
+    for key, tensor in loaded["plain"].items():
+        copies = 2 if key.startswith("model.") else 1
+        assert compared[key] == copies * tensor.numel(), f"{key}: the slices are not the whole"
 
 
 @pytest.mark.parametrize("choices", [ZERO, ZERO_OVERLAP], ids=["zero", "zero-overlap"])

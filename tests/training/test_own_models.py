@@ -9,11 +9,20 @@ import pytest
 from torch import nn
 
 from megatron.config.arguments import parse_arguments
+from megatron.config.pipeline_layout import StageLayout
 from megatron.config.problems import UserError
+from megatron.core.shard import shard_of
+from megatron.training.gpt import gpt_datasets, gpt_model
+from megatron.training.initialize import MegatronContext
 from megatron.training.metrics import StepReport
 from megatron.training.pretrain import build_run, train
 from megatron.training.run import Hook, Run
-from tests.helpers.tiny import context_of_rank
+from megatron.training.setup import Vocabulary
+from pretrain_gpt import forward_step
+from tests.helpers.distributed import run_distributed
+from tests.helpers.numerics import PARITY_FP32
+from tests.helpers.tiny import context_of_rank, tiny_config
+from tests.parity.layouts import DATA_PARALLELISM
 from tests.training.pretrain_mine import MyModel, my_arguments, my_datasets, my_forward_step
 
 ARGUMENTS = [
@@ -48,9 +57,11 @@ class UncertainModel(ToldModel):
     parameters_implied = None
 
 
-def run_of(model: type[MyModel], *arguments: str) -> Run:
-    config, extra = parse_arguments(ARGUMENTS + list(arguments), world_size=1, extra_args_provider=my_arguments)
-    context = context_of_rank(config, 0, 1)
+def run_of(model: type[MyModel], *arguments: str, rank: int = 0, world_size: int = 1) -> Run:
+    config, extra = parse_arguments(
+        ARGUMENTS + list(arguments), world_size=world_size, extra_args_provider=my_arguments
+    )
+    context = context_of_rank(config, rank, world_size)
     vars(context.extra).update(vars(extra))
     return build_run(
         context, my_datasets, lambda context, stage, vocabulary: model(vocabulary.size, 16), my_forward_step
@@ -58,8 +69,20 @@ def run_of(model: type[MyModel], *arguments: str) -> Run:
 
 
 def test_muon_needs_a_matrix_that_is_marked() -> None:
-    with pytest.raises(UserError, match=r"--optimizer muon: MyModel marks no parameter .* set_matrices\(\)"):
+    with pytest.raises(UserError, match=r"--optimizer muon: MyModel marks no trainable parameter .* set_matrices\(\)"):
         run_of(MyModel, "--optimizer", "muon")
+
+
+def test_muon_needs_a_matrix_that_is_trained() -> None:
+    def frozen(context: MegatronContext, stage: StageLayout, vocabulary: Vocabulary) -> nn.Module:
+        model = gpt_model(context, stage, vocabulary)
+        for parameter in model.parameters():
+            parameter.requires_grad_(not shard_of(parameter).matrices)
+        return model
+
+    context = context_of_rank(tiny_config("--optimizer", "muon"), 0, 1)
+    with pytest.raises(UserError, match=r"--optimizer muon: GPTModel marks no trainable parameter"):
+        build_run(context, gpt_datasets, frozen, forward_step)
 
 
 def test_a_plain_module_trains_and_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -111,3 +134,27 @@ def test_the_layers_that_a_model_names_are_compiled(monkeypatch: pytest.MonkeyPa
     model = run.chunks[0].module
     assert isinstance(model, ToldModel)
     assert compiled == [model.hidden]
+
+
+def compiled_on_ranks(rank: int, world_size: int, *arguments: str) -> list[float]:
+    compile_module = nn.Module.compile
+    nn.Module.compile = lambda module: compile_module(module, backend="eager")  # type: ignore[assignment,method-assign,misc]
+    run = run_of(ToldModel, "--train-iters", "3", *arguments, rank=rank, world_size=world_size)
+    losses: list[float] = []
+
+    class Keep(Hook):
+        def after_step(self, run: Run, report: StepReport) -> None:
+            losses.extend(report.losses.values())
+
+    run.hooks = [Keep(), *run.hooks]
+    train(run)
+    return losses
+
+
+def test_compiled_layers_wait_for_their_parameters() -> None:
+    arguments = ("--clip-grad", "0")
+    plain = run_distributed(compiled_on_ranks, 2, *arguments)
+    compiled = run_distributed(compiled_on_ranks, 2, *arguments, "--torch-compile", *DATA_PARALLELISM["zero-overlap"])
+    assert len(plain[0]) == 3
+    for losses, expected in zip(compiled, plain):
+        assert losses == pytest.approx(expected, rel=PARITY_FP32)

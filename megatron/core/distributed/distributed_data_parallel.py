@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.config.problems import UserError
 from megatron.core.collectives import Reduction
 from megatron.core.comm_group import CommGroup
+from megatron.core.distributed.bucket_contents import one_bucket, parameters_by_buffer, several_buckets
 from megatron.core.distributed.grad_buffer import ALIGNMENT, Bucket, BucketContent, GradBuffer, main_grad_of
 from megatron.core.distributed.replicated_spans import ReplicatedSpans, find_replicated_spans
 from megatron.core.shard import shard_of
@@ -65,6 +67,7 @@ class DistributedDataParallel(nn.Module):
         data_group: CommGroup,
         grad_dtype: torch.dtype,
         config: DistributedDataParallelConfig | None = None,
+        num_buckets: Sequence[int] | None = None,
     ) -> None:
         """
         Args:
@@ -73,33 +76,32 @@ class DistributedDataParallel(nn.Module):
             grad_dtype: of gradients: float32, or float64 when the parameters are float64; bfloat16 saves memory and
                 communication, and rounds each time that a micro-batch or a rank is added.
             config: by default all ranks update all parameters after one reduction at the end.
+            num_buckets: of ordinary parameters in each buffer (`numbers_of_buckets`), instead of their size.
+
+        Raises:
+            UserError: gradients of a parameter do not fit in `grad_dtype`.
         """
         super().__init__()
         self.module = module
         self.data_group = data_group
-        self.grad_dtype = grad_dtype
         self.config = config or DistributedDataParallelConfig()
-        trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        by_kind: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-        # Reversed, that is about the order in which a backward pass finishes the gradients.
-        for name, parameter in reversed(trainable):
-            assert torch.promote_types(parameter.dtype, grad_dtype) == grad_dtype, (
-                f"the gradient of {name}, a {parameter.dtype} parameter, does not fit in {grad_dtype}"
-            )
-            apart = self.config.matrices_apart and bool(shard_of(parameter).matrices)
-            by_kind.setdefault((parameter.dtype, apart), []).append((name, parameter))
+        named_of_buffers = parameters_by_buffer(module, matrices_apart=self.config.matrices_apart)
+        for name, parameter in (pair for named in named_of_buffers for pair in named):
+            _check_that_gradients_fit(name, parameter, grad_dtype)
+        numbers = [None] * len(named_of_buffers) if num_buckets is None else num_buckets
         self.grad_buffers = tuple(
             GradBuffer(
-                bucket_contents(named, self.config),
+                self._contents(named, number),
                 grad_dtype=grad_dtype,
                 data_group=data_group,
                 sharded=self.config.use_distributed_optimizer,
+                awaited_by_modules=self.config.overlap_param_gather,
                 bucket_multiple=self._bucket_multiple(),
             )
-            for named in by_kind.values()
+            for named, number in zip(named_of_buffers, numbers, strict=True)
         )
         self.replicated_spans: tuple[ReplicatedSpans, ...] = find_replicated_spans(self.trainable_parameters())
-        arrival = {parameter: i for i, (_, parameter) in enumerate(reversed(trainable))}
+        arrival = {parameter: i for i, parameter in enumerate(reversed(list(module.parameters())))}
         buckets = [bucket for buffer in self.grad_buffers for bucket in buffer.buckets]
         # In the order in which they are reduced; the next forward pass needs them about the other way round.
         self.buckets = tuple(
@@ -107,13 +109,17 @@ class DistributedDataParallel(nn.Module):
         )
         self._bucket_of = {entry.parameter: bucket for bucket in self.buckets for entry in bucket.entries}
         self._reduced: set[Bucket] = set()
-        self._non_finite: list[str] = []
+        self._sums: dict[Bucket, Tensor] = {}
         self._arrivals: _Arrivals | None = None
-        self._looks_for_nan = False
         for parameter in self.trainable_parameters():
             parameter.register_post_accumulate_grad_hook(self._receive_gradient)  # type: ignore[no-untyped-call]
         if self.config.overlap_param_gather:
             self._wait_before_each_forward()
+
+    def _contents(self, named: Sequence[tuple[str, nn.Parameter]], number: int | None) -> list[BucketContent]:
+        if not (self.config.use_distributed_optimizer or self.config.overlap_grad_reduce):
+            return one_bucket(named)
+        return several_buckets(named, bucket_size=self.config.bucket_size, number=number)
 
     def _bucket_multiple(self) -> int:
         multiple = ALIGNMENT * (self.data_group.size if self.config.use_distributed_optimizer else 1)
@@ -135,23 +141,34 @@ class DistributedDataParallel(nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients; call it before the first micro-batch of a step."""
+        for bucket in self.buckets:
+            bucket.finish_reduction()  # which an error may have left open, and which writes to them
         for buffer in self.grad_buffers:
             buffer.zero_gradients()
         self._reduced.clear()
-        self._non_finite.clear()
+        self._sums.clear()
 
     def non_finite_gradients(self) -> list[str]:
         """Parameters whose gradient on this rank holds a NaN or an infinity, before anything is reduced.
 
-        Of the buckets that `last_backward` has reduced it knows only if that was told to look.
+        Of the buckets that `last_backward` has reduced it knows only if that was told to look. On a GPU the host waits
+        here, once, for all sums.
         """
         rest = [bucket for bucket in self.buckets if bucket not in self._reduced]
-        return self._non_finite + [name for bucket in rest for name in _non_finite_in(bucket)]
+        sums = self._sums | {bucket: _sums_of(bucket) for bucket in rest}
+        if not sums:
+            return []
+        parameters = [entry.parameter for bucket in sums for entry in bucket.entries]
+        finite = torch.cat([each.double() for each in sums.values()]).isfinite().tolist()
+        return [
+            shard_of(parameter).name for parameter, is_finite in zip(parameters, finite, strict=True) if not is_finite
+        ]
 
     def reduce_gradients(self) -> None:
-        """Sum the gradients over the data-parallel group: what `last_backward` has not begun, and the end of all.
+        """Sum the gradients over the data-parallel group: begin what `last_backward` has not begun, and wait for all.
 
-        Losses are divided by global counts before their backward pass, so nothing is averaged here.
+        Losses are divided by global counts before their backward pass, so that the sum is what is asked for. With
+        `average_in_collective` it is the average of gradients that `loss_factor` has multiplied.
         """
         for bucket in self.buckets:
             if bucket not in self._reduced:
@@ -169,25 +186,24 @@ class DistributedDataParallel(nn.Module):
         `reduce_gradients`.
 
         Args:
-            look_for_nan: find out for `non_finite_gradients` what this rank adds to a bucket before it is reduced,
-                for one more pass over the gradients, and on a GPU a wait for each bucket.
+            look_for_nan: keep for `non_finite_gradients` sums of what this rank adds to a bucket before it is reduced,
+                for one more pass over the gradients.
         """
         if not self.config.overlap_grad_reduce:
             yield
             return
-        self._arrivals = _Arrivals([bucket for bucket in self.buckets if not bucket.late])
-        self._looks_for_nan = look_for_nan
+        self._arrivals = _Arrivals([bucket for bucket in self.buckets if not bucket.late], look_for_nan=look_for_nan)
         try:
             yield
-            for bucket in self._arrivals.rest():
-                self._start_early(bucket)
+            self._start_early(self._arrivals, self._arrivals.rest())
         finally:
             self._arrivals = None
 
-    def _start_early(self, bucket: Bucket) -> None:
-        if self._looks_for_nan:
-            self._non_finite += _non_finite_in(bucket)
-        self._start_reduction(bucket)
+    def _start_early(self, arrivals: _Arrivals, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            if arrivals.look_for_nan:
+                self._sums[bucket] = _sums_of(bucket)
+            self._start_reduction(bucket)
 
     def _receive_gradient(self, parameter: Tensor) -> None:
         """Runs when the backward pass is done with a parameter. A linear layer has added to main_grad itself, and given
@@ -203,8 +219,7 @@ class DistributedDataParallel(nn.Module):
             parameter.grad = None
         if self._arrivals is not None and not bucket.late:
             assert bucket not in self._reduced, f"{shard_of(parameter).name} got a gradient after its reduction"
-            for complete in self._arrivals.after(bucket, parameter):
-                self._start_early(complete)
+            self._start_early(self._arrivals, self._arrivals.after(bucket, parameter))
 
     def _start_reduction(self, bucket: Bucket) -> None:
         self._reduced.add(bucket)
@@ -219,21 +234,29 @@ class DistributedDataParallel(nn.Module):
             bucket.finish_gather()
 
     def _wait_before_each_forward(self) -> None:
+        """A module waits for its own parameters. One that a list or dictionary of modules holds, as a layer, waits for
+        those of all modules in it: then it may also read them without calling these."""
+        lists = [module for module in self.module.modules() if isinstance(module, nn.ModuleList | nn.ModuleDict)]
+        layers = {layer for each in lists for layer in each.children()}
         for module in self.module.modules():
-            needed = [self._bucket_of[p] for p in module.parameters(recurse=False) if p in self._bucket_of]
+            parameters = module.parameters(recurse=module in layers)
+            needed = [self._bucket_of[parameter] for parameter in parameters if parameter in self._bucket_of]
             if needed:
                 module.register_forward_pre_hook(_waiting_for(tuple(dict.fromkeys(needed))))
 
 
-def _non_finite_in(bucket: Bucket) -> list[str]:
-    """A NaN or an infinity anywhere makes the sum one; the search by parameter is for the bad case only."""
-    if bucket.gradients.sum().isfinite():
-        return []
-    return [
-        shard_of(entry.parameter).name or entry.name
-        for entry in bucket.entries
-        if not main_grad_of(entry.parameter).isfinite().all()
-    ]
+def _check_that_gradients_fit(name: str, parameter: nn.Parameter, grad_dtype: torch.dtype) -> None:
+    if torch.promote_types(parameter.dtype, grad_dtype) != grad_dtype:
+        flag = "leave out --grad-reduce-in-bf16" if grad_dtype == torch.bfloat16 else "use --fp64"
+        raise UserError(
+            f"the gradients of {name}, a parameter in {parameter.dtype}, do not fit in {grad_dtype}, in which they are "
+            f"summed; {flag}, or make the parameter in a narrower type"
+        )
+
+
+def _sums_of(bucket: Bucket) -> Tensor:
+    """The sum of the gradient of each parameter of a bucket: a NaN or an infinity makes it one."""
+    return torch.stack([main_grad_of(entry.parameter).sum() for entry in bucket.entries])
 
 
 def _waiting_for(buckets: Sequence[Bucket]) -> Callable[[nn.Module, Any], None]:
@@ -248,7 +271,8 @@ def _waiting_for(buckets: Sequence[Bucket]) -> Callable[[nn.Module, Any], None]:
 class _Arrivals:
     """Which gradients of the last micro-batch are still to come, for buckets that are reduced in order."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], *, look_for_nan: bool) -> None:
+        self.look_for_nan = look_for_nan
         self._missing = {bucket: {entry.parameter for entry in bucket.entries} for bucket in buckets}
 
     def after(self, bucket: Bucket, parameter: Tensor) -> list[Bucket]:
@@ -265,48 +289,3 @@ class _Arrivals:
 
     def rest(self) -> list[Bucket]:
         return list(self._missing)
-
-
-def bucket_contents(
-    named_parameters: Sequence[tuple[str, nn.Parameter]], config: DistributedDataParallelConfig
-) -> list[BucketContent]:
-    """Cut parameters of one dtype into buckets.
-
-    Without slices and overlap one bucket holds all. Else tied parameters have a bucket of their own, in the order of
-    their names: on both stages the same elements lie at the same places, so that slices of the same elements meet. And
-    so have those whose gradients are sums over the tensor-parallel group, which are complete after the backward only.
-    """
-    if not (config.use_distributed_optimizer or config.overlap_grad_reduce):
-        return [BucketContent(named_parameters=named_parameters)]
-    tied = sorted(
-        (pair for pair in named_parameters if shard_of(pair[1]).tied), key=lambda pair: shard_of(pair[1]).name
-    )
-    untied = [pair for pair in named_parameters if not shard_of(pair[1]).tied]
-    late = [pair for pair in untied if _is_late(pair[1])]
-    contents = [
-        BucketContent(named_parameters=part)
-        for part in _cut([pair for pair in untied if not _is_late(pair[1])], config.bucket_size)
-    ]
-    contents.append(BucketContent(named_parameters=tied, late=any(_is_late(parameter) for _, parameter in tied)))
-    contents.append(BucketContent(named_parameters=late, late=True))
-    return [content for content in contents if content.named_parameters]
-
-
-def _is_late(parameter: nn.Parameter) -> bool:
-    shard = shard_of(parameter)
-    return shard.group.size > 1 and (shard.partial_gradient or shard.replicated_pieces)
-
-
-def _cut(
-    named_parameters: Sequence[tuple[str, nn.Parameter]], bucket_size: int | None
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Runs of parameters, each closed when it has `bucket_size` elements or more."""
-    run: list[tuple[str, nn.Parameter]] = []
-    size = 0
-    for pair in named_parameters:
-        run.append(pair)
-        size += pair[1].numel()
-        if bucket_size is not None and size >= bucket_size:
-            yield run
-            run, size = [], 0
-    yield run

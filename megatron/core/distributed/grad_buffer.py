@@ -19,6 +19,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from megatron.core import collectives
 from megatron.core.collectives import Reduction
@@ -90,6 +91,7 @@ class Bucket:
         parameters, gradients: [stop - start] this run of the buffer.
         sharded: whether the slices of the data-parallel ranks are parts.
         late: whether some gradients must first be summed over the tensor-parallel group, once the backward is over.
+        awaited_by_modules: whether it is left to the next forward pass to wait for its gather.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Bucket:
         data_group: CommGroup,
         sharded: bool,
         late: bool,
+        awaited_by_modules: bool,
     ) -> None:
         self.entries = tuple(entries)
         self.start, self.stop = start, start + parameters.numel()
@@ -109,6 +112,7 @@ class Bucket:
         self.data_group = data_group
         self.sharded = sharded
         self.late = late
+        self.awaited_by_modules = awaited_by_modules
         self._reduction: dist.Work | None = None
         self._gather: dist.Work | None = None
 
@@ -156,6 +160,8 @@ class Bucket:
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
+            # What autograd has kept of them was read too early, and is then an error in its backward.
+            increment_version([entry.parameter for entry in self.entries])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +180,8 @@ class GradBuffer:
 
     Attributes:
         buckets: runs of it, which tile it.
-        parameters: [n] flat, in the dtype of the parameters.
+        parameters: [n] flat, in the dtype of the parameters; of a bucket that `is_gathering` the slices of other ranks
+            may still be those before the last update.
         gradients: [n] flat, in `grad_dtype`.
     """
 
@@ -185,12 +192,14 @@ class GradBuffer:
         grad_dtype: torch.dtype,
         data_group: CommGroup,
         sharded: bool = False,
+        awaited_by_modules: bool = False,
         bucket_multiple: int = ALIGNMENT,
     ) -> None:
         """
         Args:
             contents: of each bucket; all parameters have one dtype.
             sharded: each rank of `data_group` updates a slice of each bucket.
+            awaited_by_modules: of each bucket.
             bucket_multiple: what the lengths of buckets are multiples of: of `ALIGNMENT`, for each slice.
         """
         first = contents[0].named_parameters[0][1]
@@ -218,6 +227,7 @@ class GradBuffer:
                 data_group=data_group,
                 sharded=sharded,
                 late=content.late,
+                awaited_by_modules=awaited_by_modules,
             )
             for content, entries_of_bucket, start, stop in zip(contents, entries, [0, *ends], ends)
         )
