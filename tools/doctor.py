@@ -128,7 +128,7 @@ CHECKS: Mapping[str, Callable[[torch.device], Results]] = {
     "adam": adam,
     "gradient norm": gradient_norm,
     "cross entropy": cross_entropy,
-    "RMSNorm": norm_,
+    "norm": norm_,
     "gelu": gelu,
     "swiglu": swiglu_,
     "data index": data_index,
