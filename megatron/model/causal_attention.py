@@ -50,23 +50,26 @@ class CausalAttention(torch.autograd.Function):
         for start in range(0, length, _BLOCK):
             stop = min(start + _BLOCK, length)
             queries, outward = (x[:, :, start:stop].reshape(groups, -1, dim) for x in (query, gradient))
-            queries = queries * dim**-0.5  # [b g/t, a/g n, d], n the length of the block
             seen_keys, seen_values = keys[:, :stop], values[:, :stop]  # [b g/t, stop, d]
-            weights = _causal_weights(queries, seen_keys, start)  # [b g/t, a/g n, stop]
+            weights = _causal_weights(queries, seen_keys, start)  # [b g/t, a/g n, stop], n the length of the block
             by_weight = torch.bmm(outward, seen_values.transpose(1, 2))
             by_score = torch._softmax_backward_data(by_weight, weights, -1, weights.dtype)
             of_queries = torch.bmm(by_score, seen_keys).mul_(dim**-0.5)  # [b g/t, a/g n, d]
             query_gradient[:, :, start:stop] = of_queries.view(batch, heads, stop - start, dim)
-            key_gradient[:, :stop].baddbmm_(by_score.transpose(1, 2), queries)
+            key_gradient[:, :stop].baddbmm_(by_score.transpose(1, 2), queries, alpha=dim**-0.5)
             value_gradient[:, :stop].baddbmm_(weights.transpose(1, 2), outward)
         return query_gradient, key_gradient.view(key.shape), value_gradient.view(value.shape)
 
 
 def _causal_weights(queries: Tensor, keys: Tensor, start: int) -> Tensor:
-    """Weights of scaled queries [b g/t, a/g n, d], whose positions are `start` to that of the last key, `stop` - 1."""
-    stop = keys.shape[1]
-    scores = torch.bmm(queries, keys.transpose(1, 2))  # [b g/t, a/g n, stop]
+    """Weights of queries [b g/t, a/g n, d], whose positions are `start` to that of the last key, `stop` - 1.
+
+    Scores and softmax are in float32 at least, as in forward: large scores that are rounded give other weights.
+    """
+    stop, dim = keys.shape[1:]
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    scores = torch.bmm(queries.to(wide) * dim**-0.5, keys.to(wide).transpose(1, 2))  # [b g/t, a/g n, stop]
     ahead = torch.ones(stop - start, stop - start, dtype=torch.bool, device=scores.device).triu_(1)
     own = scores.view(scores.shape[0], -1, stop - start, stop)[..., start:]  # [b g/t, a/g, n, n]
     own.masked_fill_(ahead, float("-inf"))
-    return scores.softmax(dim=-1)
+    return scores.softmax(dim=-1).to(queries.dtype)
