@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron.config.transformer import TransformerConfig
 from megatron.core.comm_group import CommGroup
@@ -277,6 +278,7 @@ class _RoundedSoftmax(torch.autograd.Function):
         return weights
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         weights = ctx.saved_tensors[0].float()
         flowing = weights * gradient

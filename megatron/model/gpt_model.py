@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
 
 from megatron.config.pipeline_layout import StageLayout
 from megatron.config.transformer import TransformerConfig
@@ -174,8 +175,8 @@ class GPTModel(nn.Module):
         return rotary_table(self.config, position_ids, self.placement.dtype)
 
     def _is_watched(self) -> bool:
-        """Whether a hook on the output layer may keep the logits."""
-        return self.output_layer is not None and bool(self.output_layer._forward_hooks)
+        """Whether a hook, on the output layer or on all modules, may keep the logits."""
+        return self.output_layer is not None and bool(self.output_layer._forward_hooks or _global_forward_hooks)
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
         """[s/t or s, b, h] -> [s, b, v_padded/t]"""

@@ -115,6 +115,14 @@ def test_a_masked_position_has_probability_zero_whatever_its_score(dtype: torch.
     assert_bitwise(other[:, :, :-1], plain[:, :, :-1])
 
 
+def test_a_second_derivative_of_rounded_weights_is_refused() -> None:
+    query, key = (heads(1, 1, torch.bfloat16, seed).requires_grad_() for seed in (0, 1))
+    weights = attention_weights(query, key, explicit_mask())
+    (gradient,) = torch.autograd.grad(weights.square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 def test_grouped_queries_are_attention_with_repeated_keys_and_values() -> None:
     query, key, value = heads(2, 9), heads(2, 3, seed=1), heads(2, 3, seed=2)
     repeated = [tensor.repeat_interleave(3, dim=1) for tensor in (key, value)]

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 
 from tests.helpers.numerics import assert_bitwise
 from tests.model.tiny import batch, build, tiny_config
 
 
-def test_logits_that_a_hook_keeps_are_never_written_over() -> None:
+@pytest.mark.parametrize("of_all", [False, True], ids=["its own", "of all modules"])
+def test_logits_that_a_hook_keeps_are_never_written_over(of_all: bool) -> None:
     model, tiny = build(tiny_config(untie_embeddings_and_output_weights=True)), batch()
     assert model.output_layer is not None
     gradients = []
     for watched in (False, True):
         kept: list[Tensor] = []
-        if watched:
-            model.output_layer.register_forward_hook(lambda layer, inputs, output, kept=kept: kept.append(output))
+
+        def keep(layer: object, inputs: object, output: Tensor, kept: list[Tensor] = kept) -> None:
+            if layer is model.output_layer:
+                kept.append(output)
+
+        register = register_module_forward_hook if of_all else model.output_layer.register_forward_hook
+        hook = register(keep) if watched else None
         losses = model(tiny.tokens, tiny.position_ids, labels=tiny.labels)
         before = [logits.detach().clone() for logits in kept]
         losses.sum().backward()
@@ -26,4 +34,6 @@ def test_logits_that_a_hook_keeps_are_never_written_over() -> None:
         assert weight.grad is not None
         gradients.append(weight.grad)
         model.zero_grad(set_to_none=True)
+        if hook is not None:
+            hook.remove()
     assert_bitwise(gradients[1], gradients[0])
