@@ -128,7 +128,7 @@ CHECKS: Mapping[str, Callable[[torch.device], Results]] = {
     "adam": adam,
     "gradient norm": gradient_norm,
     "cross entropy": cross_entropy,
-    "norm": norm_,
+    "RMSNorm": norm_,
     "gelu": gelu,
     "swiglu": swiglu_,
     "data index": data_index,

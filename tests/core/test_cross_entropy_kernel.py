@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.arguments import compute_dtype
 from megatron.core.kernels.cross_entropy import (
     LogitGradient,
     LogitStatistics,
@@ -18,13 +17,14 @@ from megatron.core.kernels.cross_entropy import (
     logit_statistics_compiled,
     logit_statistics_reference,
 )
-from megatron.core.kernels.extension import BEST_INSTRUCTION_SET, load_extension
+from megatron.core.kernels.dispatch import BEST_INSTRUCTION_SET, compute_dtype
+from megatron.core.kernels.extension import load_extension
 from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_reference_error
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Less and more than the lanes of a sum and than the block that is read at once.
-SHAPES = [(3, 1, 1), (3, 31, 30), (4, 33, 33), (2, 512, 512), (5, 1100, 1003), (2, 40, 0)]
+SHAPES = [(3, 1, 1), (3, 31, 30), (4, 33, 33), (2, 512, 512), (5, 1100, 1003), (2, 40, 0), (2, 0, 0)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 

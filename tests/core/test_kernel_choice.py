@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -29,6 +30,7 @@ from megatron.core.kernels.choice import (
     kernel_choice,
     set_kernel_choice,
 )
+from megatron.core.kernels.dispatch import compiled_for
 from megatron.core.kernels.extension import (
     choose_kernels,
     compiled_function,
@@ -181,6 +183,36 @@ def test_a_weight_gradient_can_be_computed_apart_from_its_sum() -> None:
         sums.append(weight.main_grad)  # type: ignore[attr-defined]
     assert_bitwise(sums[0], torch.full((3, 2), 6.0))
     assert_bitwise(sums[1], sums[0])
+
+
+def test_a_kernel_on_a_gpu_leaves_the_current_device_of_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel makes the device of its tensors current, in the runtime that torch has, too."""
+    events: list[Any] = []
+
+    @contextmanager
+    def device(index: torch.device) -> Iterator[None]:
+        events.append(("enter", index.index))
+        yield
+        events.append(("leave", index.index))
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    for operation in OPERATIONS:
+        for name in operation.cuda:
+            build(monkeypatch, cuda=True, **{name: lambda **arguments: events.append(arguments)})
+            if name == "sum_of_squares_scratch":  # which runs on the host
+                continue
+            x = cast(Tensor, SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1)))
+            launch = compiled_for(name.removesuffix("_cuda"), x, reference_cost="")
+            assert launch is not None
+            launch(rows=3)
+            assert events == [("enter", 1), {"rows": 3, "device": 1, "stream": 7}, ("leave", 1)]
+            events.clear()
+
+
+def test_a_model_with_layer_norm_does_not_say_that_its_norm_has_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    build(monkeypatch)
+    assert describe_kernels(CPU).startswith("native: adam, gradient norm, cross entropy, RMSNorm, ")
 
 
 # ---- native ----

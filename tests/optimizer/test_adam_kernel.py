@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from megatron.core.kernels.adam import (
     adamw_compiled_,
     adamw_reference_,
 )
+from megatron.core.kernels.dispatch import BEST_INSTRUCTION_SET
 from megatron.core.kernels.float_halves import joined, split_
 from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_reference_error, rounded
 from tests.optimizer.test_float_halves import EVERY_KIND_OF_NUMBER
@@ -70,6 +72,10 @@ def module() -> Any:
 INSTRUCTION_SETS = module().instruction_sets()
 
 
+def kernel(threads: int = 1, instruction_set: str = BEST_INSTRUCTION_SET) -> Callable[..., Any]:
+    return partial(module().adamw_cpu, threads=threads, instruction_set=instruction_set)
+
+
 def hyper_spans(spans: Iterable[HyperSpan], device: torch.device | None = None) -> HyperSpans:
     return HyperSpans(spans, torch.device("cpu") if device is None else device)
 
@@ -109,20 +115,12 @@ def updated(
     spans: HyperSpans,
     *,
     threads: int = 1,
-    instruction_set: str = extension.BEST_INSTRUCTION_SET,
+    instruction_set: str = BEST_INSTRUCTION_SET,
     hyper: AdamHyperParameters = HYPER,
 ) -> list[Tensor]:
     """The tensors after an update by the kernel."""
     *four, low_precision = buffers(types, spans.size)
-    adamw_compiled_(
-        module().adamw_cpu,
-        *four,
-        spans=spans,
-        hyper=hyper,
-        low_precision=low_precision,
-        threads=threads,
-        instruction_set=instruction_set,
-    )
+    adamw_compiled_(kernel(threads, instruction_set), *four, spans=spans, hyper=hyper, low_precision=low_precision)
     return [tensor for tensor in (*four, low_precision) if tensor is not None]
 
 
@@ -164,7 +162,7 @@ def test_what_is_narrow_is_read_widened_and_written_rounded(types: Types) -> Non
     spans = hyper_spans(many_spans(1000))
     mine = updated(types, spans)
     wide = [tensor.to(types.parameter) for tensor in buffers(types, 1000)[:4] if tensor is not None]
-    adamw_compiled_(module().adamw_cpu, *wide, spans=spans, hyper=HYPER, low_precision=None, threads=1)
+    adamw_compiled_(kernel(), *wide, spans=spans, hyper=HYPER, low_precision=None)
     expected = [
         wide[0],
         wide[1].to(types.gradient),
@@ -300,15 +298,13 @@ def stand_still(
     """An update by the kernel that changes no number."""
     still = [torch.zeros(parameter.numel(), dtype=torch.float32) for _ in range(3)]
     adamw_compiled_(
-        module().adamw_cpu,
+        kernel(1, instruction_set),
         parameter,
         *still,
         spans=hyper_spans([HyperSpan(length=parameter.numel(), weight_decay_multiplier=0.0)]),
         hyper=HYPER,
         low_precision=low_precision,
         remainder=remainder,
-        threads=1,
-        instruction_set=instruction_set,
     )
 
 
@@ -354,12 +350,10 @@ def test_in_halves_bits_depend_neither_on_threads_nor_on_instructions(threads: i
     size = SIZES[-1]
     spans = hyper_spans(many_spans(size))
     results = []
-    for setting in ({"threads": threads, "instruction_set": instruction_set}, {"threads": 1}):
+    for compiled in (kernel(threads, instruction_set), kernel()):
         whole, *others = tensors(torch.float32, size)
         upper, lower = halves_of(whole)
-        adamw_compiled_(
-            module().adamw_cpu, upper, *others, spans=spans, hyper=HYPER, low_precision=None, remainder=lower, **setting
-        )
+        adamw_compiled_(compiled, upper, *others, spans=spans, hyper=HYPER, low_precision=None, remainder=lower)
         results.append([upper, lower, *others])
     for mine, expected in zip(*results):
         assert_bitwise(mine, expected)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import extension
+from megatron.core.kernels import extension, grad_norm
+from megatron.core.kernels.float_halves import Halves
 from megatron.core.kernels.grad_norm import (
     ElementSpans,
     Span,
@@ -44,8 +46,8 @@ def exact(flat: Tensor, spans: Iterable[Span]) -> float:
 def compiled(flat: Tensor, spans: ElementSpans, *, threads: int = 1, instruction_set: str = "best") -> Tensor:
     module = extension.load_extension()
     assert module is not None
-    function = module.sum_of_squares_cpu
-    return sum_of_squares_compiled(function, flat, spans, threads=threads, instruction_set=instruction_set)
+    function = partial(module.sum_of_squares_cpu, threads=threads, instruction_set=instruction_set)
+    return sum_of_squares_compiled(function, flat, spans)
 
 
 @each_dtype
@@ -109,6 +111,25 @@ def test_it_is_finite_if_all_elements_are_however_large(dtype: torch.dtype, meas
     largest = torch.finfo(dtype).max
     flat = torch.full((5000,), largest, dtype=dtype)
     assert float(measure(flat, ElementSpans([(0, 5000)], CPU))) == pytest.approx(5000 * float(largest) ** 2, rel=1e-14)
+
+
+def test_the_whole_blocks_of_halves_share_what_the_kernel_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each of these is a copy to it."""
+    made: list[Span] = []
+
+    def counted(spans: Iterable[Span], device: torch.device) -> ElementSpans:
+        made.extend(spans)
+        return ElementSpans(spans, device)
+
+    flat = values(torch.float32)
+    halves = Halves(torch.empty_like(flat, dtype=torch.bfloat16), torch.empty(flat.shape, dtype=torch.int16))
+    halves.copy_(flat)
+    spans = [(0, 30_500), (31_000, 31_001)]
+    elements = ElementSpans(spans, CPU)
+    monkeypatch.setattr(grad_norm, "ElementSpans", counted)
+    monkeypatch.setattr(grad_norm, "_EXACT_BLOCK", 1000)
+    assert float(sum_of_squares(halves, elements)) == pytest.approx(exact(flat, spans), rel=1e-14)
+    assert made == [(0, 1000), (0, 500), (0, 1)]
 
 
 def test_float16_is_refused() -> None:

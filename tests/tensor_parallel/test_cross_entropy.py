@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.comm_group import CommGroup
+from megatron.core.kernels.choice import KernelChoice, set_kernel_choice
 from megatron.core.tensor_parallel.cross_entropy import (
     cross_entropy_reference,
     vocab_parallel_cross_entropy,
@@ -246,6 +248,55 @@ def check_overwriting(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_gradient_is_written_over_logits_that_are_given_away_and_over_no_others(world_size: int) -> None:
     run_distributed(check_overwriting, world_size)
+
+
+def test_a_second_backward_is_an_error_where_autograd_compares_no_versions() -> None:
+    leaf = drawn(1, S, B, 12).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        loss = vocab_parallel_cross_entropy(
+            leaf * 1.0,
+            torch.zeros(S, B, dtype=torch.int64),
+            group=CommGroup.single(),
+            vocab_size=12,
+            overwrite_logits=True,
+        )
+    loss.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+
+
+def test_a_leaf_is_not_overwritten() -> None:
+    arguments: dict[str, Any] = {"group": CommGroup.single(), "vocab_size": 12, "overwrite_logits": True}
+    leaf, target = drawn(1, S, B, 12).requires_grad_(), torch.zeros(S, B, dtype=torch.int64)
+    with pytest.raises(ValueError, match="a leaf of autograd can not be overwritten"):
+        vocab_parallel_cross_entropy(leaf, target, **arguments)
+    vocab_parallel_cross_entropy(leaf.detach(), target, **arguments)  # as in evaluation
+
+
+def check_what_is_kept(rank: int, world_size: int) -> int:
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    logits = (local_logits(drawn(1, S, B, 13).float(), rank, world_size)).requires_grad_()
+    target = torch.zeros(S, B, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = vocab_parallel_cross_entropy(logits, target, group=tensor_group(rank, world_size), vocab_size=13)
+    assert loss.requires_grad
+    return sum(kept.values()) - logits.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_kept_besides_the_logits_are_a_target_and_two_numbers_of_each_token(world_size: int, kernels: Any) -> None:
+    set_kernel_choice(KernelChoice(kernels=kernels))
+    try:
+        assert run_distributed(check_what_is_kept, world_size) == [S * B * (8 + 2 * 4)] * world_size
+    finally:
+        set_kernel_choice(KernelChoice())
 
 
 def test_a_second_use_of_logits_that_were_given_away_is_an_error_in_backward() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,12 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.comm_group import CommGroup
+from megatron.core.kernels.choice import KernelChoice, set_kernel_choice
+from megatron.core.kernels.cross_entropy import LogitStatistics
 from megatron.core.tensor_parallel import linear_cross_entropy as module
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import column_parallel_linear
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from tests.helpers.distributed import run_distributed
 from tests.helpers.numerics import assert_bitwise, assert_parity, assert_within_reference_error
+from tests.helpers.operations import RecordedOperations
 from tests.tensor_parallel.collective_log import kinds, recorded_collectives
 from tests.tensor_parallel.ranks import drawn, placed, tensor_group
 
@@ -28,6 +32,13 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some five rows of the weight at a time."""
     monkeypatch.setattr(module, "_CPU_CHUNK", 0)
     monkeypatch.setattr(module, "_LEAST_ROWS", 5)
+
+
+@pytest.fixture(params=["auto", "torch"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    set_kernel_choice(KernelChoice(kernels=request.param))
+    yield
+    set_kernel_choice(KernelChoice())
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -90,7 +101,7 @@ def check_against_both_in_turn(rank: int, world_size: int) -> None:
                     assert_parity(one, other, f"{name} {settings}", floor=1.0)
 
 
-@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.usefixtures("small_chunks", "kernels")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_losses_and_gradients_are_those_of_the_two_in_turn(world_size: int) -> None:
     run_distributed(check_against_both_in_turn, world_size)
@@ -200,3 +211,38 @@ def test_without_a_gradient_of_the_input_or_of_the_weight_the_other_is_the_same(
     assert weight_alone is not None
     assert_bitwise(x_alone, x_both)
     assert_bitwise(weight_alone, weight_both)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_logits_of_minus_infinity_have_a_part_in_no_sum() -> None:
+    """Neither those of a whole chunk, the first."""
+    x, weight = torch.ones(S, B, H), torch.ones(13, H)
+    weight[:6] = -torch.inf
+    target = torch.full((S, B), 12)
+    placement = placed(CommGroup.single(), False, torch.float32)
+    losses = linear_cross_entropy(x, weight, target, placement=placement, vocab_size=13)
+    whole = vocab_parallel_cross_entropy(
+        column_parallel_linear(x, weight, None, placement), target, group=CommGroup.single(), vocab_size=13
+    )
+    assert whole.isfinite().all()
+    assert_parity(losses, whole)
+
+
+def test_two_parts_without_a_number_are_one_without_a_number() -> None:
+    nothing = LogitStatistics(torch.tensor([-torch.inf]), torch.zeros(1), torch.zeros(1), None)
+    merged = module._merged(nothing, nothing)
+    assert (merged.maximum.item(), merged.sum.item()) == (-torch.inf, 0.0)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_how_weight_gradients_are_computed_says_nothing_of_those_of_the_input() -> None:
+    placement = placed(CommGroup.single(), False, torch.float64)
+    set_kernel_choice(KernelChoice(weight_gradients_apart=True))
+    try:
+        x = drawn(1, S, B, H).requires_grad_()
+        losses = linear_cross_entropy(x, drawn(3, 13, H), TARGET, placement=placement, vocab_size=13)
+        with RecordedOperations() as backward:
+            losses.sum().backward()
+    finally:
+        set_kernel_choice(KernelChoice())
+    assert backward.names.count("aten::addmm_") == 3

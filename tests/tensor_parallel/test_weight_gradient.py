@@ -9,20 +9,23 @@ import torch
 
 from megatron.core.tensor_parallel import async_linear
 from megatron.core.tensor_parallel.async_linear import accumulate_weight_gradient
+from tests.helpers.numerics import assert_bitwise
 from tests.helpers.operations import RecordedOperations
 
 
 @pytest.mark.parametrize("scratch", [1, 24, 100, 1000], ids="scratch of {}".format)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_each_product_is_rounded_once_and_added(dtype: torch.dtype, scratch: int) -> None:
+    """Of whole numbers that each have 6 bits: their sums are exact until they are rounded to 8 or 11."""
     generator = torch.Generator().manual_seed(0)
-    gradient, x = (torch.randn(10, columns, generator=generator).to(dtype) for columns in (19, 12))
-    main_grad = torch.randn(19, 12, generator=generator)
-    expected = main_grad + (gradient.double().t() @ x.double())
+    gradient, x = (torch.randint(-60, 60, (10, columns), generator=generator).to(dtype) for columns in (19, 12))
+    main_grad = torch.randint(-9, 9, (19, 12), generator=generator).float()
+    exact = gradient.double().t() @ x.double()
+    assert (exact != exact.to(dtype)).any()
+    expected = main_grad + exact.to(dtype)
     with patch.object(async_linear, "_SCRATCH", scratch), patch.object(async_linear, "_PART", 7):
         accumulate_weight_gradient(main_grad, gradient, x)
-    # a sum of ten products of numbers of one, rounded to the dtype
-    torch.testing.assert_close(main_grad.double(), expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
+    assert_bitwise(main_grad, expected)
 
 
 def test_no_tensor_is_larger_than_the_scratch() -> None:

@@ -16,12 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.apex import adamw_by_apex_, multi_tensor_adam
-from megatron.core.kernels.extension import (
-    BEST_INSTRUCTION_SET,
-    compiled_function,
-    runs_in_apex,
-    tensor_argument,
-)
+from megatron.core.kernels.dispatch import compiled_for, tensor_argument
+from megatron.core.kernels.extension import runs_in_apex
 from megatron.core.kernels.float_halves import joined, narrow_, split_
 
 
@@ -116,30 +112,13 @@ def adamw_(
         assert remainder is None, "Apex knows whole parameters only"
         adamw_by_apex_(multi_tensor_adam(), *tensors, spans=spans, hyper=hyper, low_precision=low_precision)
         return
-    if parameter.is_cuda:
-        compiled = compiled_function("adamw_cuda", reference_cost="a launch or more a span", device="cuda")
+    compiled = compiled_for("adamw", parameter, reference_cost="up to twice the time of an update")
+    if compiled is not None:
+        adamw_compiled_(compiled, *tensors, spans=spans, hyper=hyper, low_precision=low_precision, remainder=remainder)
+    elif remainder is None and {tensor.dtype for tensor in tensors} == {parameter.dtype}:
+        _adamw_of_torch_(*tensors, spans=spans, hyper=hyper, low_precision=low_precision)
     else:
-        compiled = compiled_function("adamw_cpu", reference_cost="up to twice the time of an update")
-    if compiled is None:
-        if remainder is None and {tensor.dtype for tensor in tensors} == {parameter.dtype}:
-            _adamw_of_torch_(*tensors, spans=spans, hyper=hyper, low_precision=low_precision)
-        else:
-            adamw_reference_(*tensors, spans=spans, hyper=hyper, low_precision=low_precision, remainder=remainder)
-    elif parameter.is_cuda:
-        stream = torch.cuda.current_stream(parameter.device).cuda_stream
-        arguments = _arguments(*tensors, low_precision, remainder, spans, hyper)
-        with torch.cuda.device(parameter.device):
-            compiled(**arguments, device=parameter.device.index, stream=stream)
-    else:
-        adamw_compiled_(
-            compiled,
-            *tensors,
-            spans=spans,
-            hyper=hyper,
-            low_precision=low_precision,
-            remainder=remainder,
-            threads=torch.get_num_threads(),
-        )
+        adamw_reference_(*tensors, spans=spans, hyper=hyper, low_precision=low_precision, remainder=remainder)
 
 
 def adamw_compiled_(
@@ -153,43 +132,26 @@ def adamw_compiled_(
     hyper: AdamHyperParameters,
     low_precision: Tensor | None,
     remainder: Tensor | None = None,
-    threads: int,
-    instruction_set: str = BEST_INSTRUCTION_SET,
 ) -> None:
-    """The same by the kernel for CPUs. Neither of the last arguments changes a bit of it."""
-    arguments = _arguments(parameter, gradient, exp_avg, exp_avg_sq, low_precision, remainder, spans, hyper)
-    compiled(**arguments, threads=threads, instruction_set=instruction_set)
-
-
-def _arguments(
-    parameter: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    low_precision: Tensor | None,
-    remainder: Tensor | None,
-    spans: HyperSpans,
-    hyper: AdamHyperParameters,
-) -> dict[str, Any]:
-    """What the kernels for CPUs and GPUs both take."""
+    """The same by a kernel of `compiled_for`."""
     for tensor in (gradient, exp_avg, exp_avg_sq, low_precision, remainder):
         assert tensor is None or (tensor.shape == parameter.shape and tensor.device == parameter.device)
     assert remainder is None or remainder.dtype == torch.int16, remainder
     assert spans.ends.device == parameter.device, spans.ends.device
-    return {
-        "size": parameter.numel(),
-        "parameter": tensor_argument(parameter),
-        "gradient": tensor_argument(gradient),
-        "exp_avg": tensor_argument(exp_avg),
-        "exp_avg_sq": tensor_argument(exp_avg_sq),
-        "low_precision": tensor_argument(low_precision),
-        "remainder": tensor_argument(remainder)[0],
-        "num_spans": len(spans.spans),
-        "span_ends": spans.ends.data_ptr(),
-        "lr_multipliers": spans.lr_multipliers.data_ptr(),
-        "weight_decay_multipliers": spans.weight_decay_multipliers.data_ptr(),
+    compiled(
+        size=parameter.numel(),
+        parameter=tensor_argument(parameter),
+        gradient=tensor_argument(gradient),
+        exp_avg=tensor_argument(exp_avg),
+        exp_avg_sq=tensor_argument(exp_avg_sq),
+        low_precision=tensor_argument(low_precision),
+        remainder=tensor_argument(remainder)[0],
+        num_spans=len(spans.spans),
+        span_ends=spans.ends.data_ptr(),
+        lr_multipliers=spans.lr_multipliers.data_ptr(),
+        weight_decay_multipliers=spans.weight_decay_multipliers.data_ptr(),
         **vars(hyper),
-    }
+    )
 
 
 def _adamw_of_torch_(

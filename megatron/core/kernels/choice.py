@@ -1,7 +1,8 @@
 """The operations that have kernels, and which implementation of them a process has chosen.
 
 The choice is made once, when a program starts (`--kernels`), and holds for the whole process: it changes neither what
-an operation computes nor who calls it, so nothing above this package needs to know it.
+an operation computes nor who calls it, so nothing above this package needs to know it. With it goes what a run says of
+its weight gradients, which are torch's products in any case: whether a product and its addition to a sum are one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Operation:
     Attributes:
         cpu, cuda: the functions of the compiled module that it calls there; none where the reference runs in any case.
         on_host: it runs on the CPU wherever the model is.
-        in_apex: whether NVIDIA Apex has it, for GPUs.
+        in_apex: whether NVIDIA Apex has it, for GPUs; with RMSNorm goes LayerNorm, which has no kernel here.
     """
 
     name: str
@@ -55,7 +56,7 @@ OPERATIONS = (
         cuda=("logit_statistics_cuda", "logit_gradient_cuda"),
     ),
     Operation(
-        name="norm",
+        name="RMSNorm",
         cpu=("rms_norm_cpu", "rms_norm_gradient_cpu"),
         cuda=("rms_norm_cuda", "rms_norm_gradient_cuda"),
         in_apex=True,

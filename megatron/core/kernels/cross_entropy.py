@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.arguments import compiled_for, compute_dtype
-from megatron.core.kernels.extension import tensor_argument
+from megatron.core.kernels.dispatch import compiled_for, compute_dtype, tensor_argument
 
 # Logits that plain torch handles at a time. On a CPU, by each thread: a block of exponentials stays in the last-level
 # cache. Smaller blocks are no faster, and each of their operations is a parallel region of its own, at the end of which
@@ -27,7 +26,7 @@ _REFERENCE_COST = "2 to 4 times the time of the cross entropy"
 
 
 class LogitStatistics(NamedTuple):
-    """Of each row, all [n] in the `compute_dtype` of the logits.
+    """Of each row, all [n] in the `compute_dtype` of the logits, each in memory of its own: not all are kept.
 
     Attributes:
         maximum: of the valid columns; -inf without any.
@@ -105,8 +104,9 @@ def logit_statistics_compiled(
     with_logit_sum: bool,
 ) -> LogitStatistics:
     """The same by a kernel of `compiled_for`."""
-    rows = torch.empty(4, logits.shape[0], dtype=compute_dtype(logits), device=logits.device)
-    maximum, total, target_logit, logit_sum = rows
+    maximum, total, target_logit, logit_sum = (
+        torch.empty(logits.shape[0], dtype=compute_dtype(logits), device=logits.device) for _ in range(4)
+    )
     compiled(
         **_input_arguments(logits, target, valid),
         maximum=maximum.data_ptr(),
@@ -150,7 +150,7 @@ def logit_statistics_reference(logits: Tensor, target: Tensor, *, valid: int, wi
     dtype, rows = compute_dtype(logits), logits.shape[0]
     column, here = _own_targets(target, valid)
     maximum = torch.full((rows,), -torch.inf, dtype=dtype, device=logits.device)
-    total, target_logit, logit_sum = torch.zeros(3, rows, dtype=dtype, device=logits.device)
+    total, target_logit, logit_sum = (torch.zeros(rows, dtype=dtype, device=logits.device) for _ in range(3))
     step = _rows_per_block(logits)
     for start in range(0, rows if valid else 0, step):
         part = slice(start, start + step)
@@ -190,6 +190,7 @@ def _own_targets(target: Tensor, valid: int) -> tuple[Tensor, Tensor]:
 
 
 def _rows_per_block(logits: Tensor) -> int:
+    width = max(1, logits.shape[-1])
     if logits.device.type == "cpu":  # as many rows for each thread
-        return max(1, _CPU_BLOCK // logits.shape[-1]) * torch.get_num_threads()
-    return max(1, _ACCELERATOR_BLOCK // logits.shape[-1])
+        return max(1, _CPU_BLOCK // width) * torch.get_num_threads()
+    return max(1, _ACCELERATOR_BLOCK // width)

@@ -32,8 +32,6 @@ from megatron.core.kernels.choice import (
 logger = logging.getLogger(__name__)
 
 MODULE_NAME = "megatron._C"
-# The widest vectors that this processor has; csrc/instruction_set.h names them all.
-BEST_INSTRUCTION_SET = "best"
 
 
 @functools.cache
@@ -152,14 +150,6 @@ def compiled_function(name: str, *, reference_cost: str, device: DeviceType = "c
 def runs_in_apex(name: str, tensor: Tensor) -> bool:
     """Whether the operation that calls `name` for such a tensor runs in NVIDIA Apex instead."""
     return tensor.is_cuda and implementation(OPERATION_OF[name], "cuda").name == "apex"
-
-
-def tensor_argument(tensor: Tensor | None) -> tuple[int, str]:
-    """Address and dtype of a contiguous tensor, as the kernels take it; None where they take none."""
-    if tensor is None:
-        return 0, ""
-    assert tensor.is_contiguous(), tensor.stride()
-    return tensor.data_ptr(), str(tensor.dtype).removeprefix("torch.")
 
 
 @functools.cache

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.extension import BEST_INSTRUCTION_SET, compiled_function, tensor_argument
+from megatron.core.kernels.dispatch import compiled_for, tensor_argument
+from megatron.core.kernels.extension import compiled_function
 from megatron.core.kernels.float_halves import Halves, Numbers
 
 Span = tuple[int, int]  # first and last + 1 element of a flat tensor
@@ -46,58 +47,34 @@ def sum_of_squares(flat: Numbers, spans: ElementSpans) -> Tensor:
     """
     if isinstance(flat, Halves):
         return _of_halves(flat, spans)
-    if flat.is_cuda:
-        compiled = compiled_function("sum_of_squares_cuda", reference_cost="some launches a span", device="cuda")
-        return sum_of_squares_reference(flat, spans) if compiled is None else _on_gpu(compiled, flat, spans)
-    compiled = compiled_function("sum_of_squares_cpu", reference_cost="some operations a span")
+    compiled = compiled_for("sum_of_squares", flat, reference_cost="some operations a span")
     if compiled is None:
         return sum_of_squares_reference(flat, spans)
-    return sum_of_squares_compiled(compiled, flat, spans, threads=torch.get_num_threads())
+    return sum_of_squares_compiled(compiled, flat, spans)
 
 
 def _of_halves(flat: Halves, spans: ElementSpans) -> Tensor:
     """The same, with no more than a block of them joined at a time."""
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    whole_block = ElementSpans([(0, _EXACT_BLOCK)], flat.device)
     for first, last in spans.spans:
         for start in range(first, last, _EXACT_BLOCK):
-            block = flat[start : min(start + _EXACT_BLOCK, last)].joined()
-            total += sum_of_squares(block, ElementSpans([(0, block.numel())], flat.device))
+            size = min(_EXACT_BLOCK, last - start)
+            elements = whole_block if size == _EXACT_BLOCK else ElementSpans([(0, size)], flat.device)
+            total += sum_of_squares(flat[start : start + size].joined(), elements)
     return total
 
 
-def sum_of_squares_compiled(
-    compiled: Callable[..., Any],
-    flat: Tensor,
-    spans: ElementSpans,
-    *,
-    threads: int,
-    instruction_set: str = BEST_INSTRUCTION_SET,
-) -> Tensor:
-    """The same by the kernel for CPUs. Neither argument changes a bit of it."""
-    total = compiled(
-        data=tensor_argument(flat),
-        tiles=spans.tiles.data_ptr(),
-        num_tiles=spans.tiles.shape[0],
-        threads=threads,
-        instruction_set=instruction_set,
-    )
-    return torch.tensor(total, dtype=torch.float64)
-
-
-def _on_gpu(compiled: Callable[..., Any], flat: Tensor, spans: ElementSpans) -> Tensor:
+def sum_of_squares_compiled(compiled: Callable[..., Any], flat: Tensor, spans: ElementSpans) -> Tensor:
+    """The same by a kernel of `compiled_for`."""
     num_tiles = spans.tiles.shape[0]
+    arguments = {"data": tensor_argument(flat), "tiles": spans.tiles.data_ptr(), "num_tiles": num_tiles}
+    if not flat.is_cuda:
+        return torch.tensor(compiled(**arguments), dtype=torch.float64)
     scratch_size = compiled_function("sum_of_squares_scratch", reference_cost="", device="cuda")
     assert scratch_size is not None
     scratch = torch.empty(scratch_size(num_tiles), dtype=torch.float64, device=flat.device)
-    with torch.cuda.device(flat.device):
-        compiled(
-            data=tensor_argument(flat),
-            tiles=spans.tiles.data_ptr(),
-            num_tiles=num_tiles,
-            scratch=scratch.data_ptr(),
-            device=flat.device.index,
-            stream=torch.cuda.current_stream(flat.device).cuda_stream,
-        )
+    compiled(**arguments, scratch=scratch.data_ptr())
     return scratch[-1]
 
 

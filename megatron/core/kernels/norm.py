@@ -6,6 +6,7 @@ has a kernel; of LayerNorm, torch's own keeps as little and is as fast.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.kernels.apex import norm_by_apex, normalization
-from megatron.core.kernels.arguments import compiled_for, compute_dtype
-from megatron.core.kernels.extension import runs_in_apex, tensor_argument
+from megatron.core.kernels.dispatch import compiled_for, compute_dtype, tensor_argument
+from megatron.core.kernels.extension import runs_in_apex
 
 # Rows whose gradients of the weight are summed first, so that threads share the work and do not change the bits.
 _GROUP = 32
@@ -24,11 +25,12 @@ _REFERENCE_COST = "3 to 5 times the time of the norm"
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
     """LayerNorm over the last dimension of x [.., h]; RMSNorm without a bias [h]. All are of one dtype."""
-    if runs_in_apex("rms_norm_cuda", x) and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and runs_in_apex("rms_norm_cuda", x):
         return norm_by_apex(normalization(), x, weight, bias, epsilon)
-    if bias is not None or compiled_for("rms_norm", x, reference_cost=_REFERENCE_COST) is None:
+    compiled = None if bias is not None else compiled_for("rms_norm", x, reference_cost=_REFERENCE_COST)
+    if compiled is None:
         return norm_reference(x, weight, bias, epsilon)
-    normed: Tensor = _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
+    normed: Tensor = _RMSNorm.apply(x, weight, epsilon, compiled)  # type: ignore[no-untyped-call]
     return normed
 
 
@@ -57,11 +59,9 @@ def _arguments(x: Tensor, weight: Tensor, inverse: Tensor) -> dict[str, Any]:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        compiled = compiled_for("rms_norm", x, reference_cost=_REFERENCE_COST)
-        assert compiled is not None
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, compiled: Callable[..., Any]) -> Tensor:
         x = x.contiguous()
-        inverse = torch.empty(x.numel() // x.shape[-1], dtype=compute_dtype(x), device=x.device)
+        inverse = torch.empty(x.shape[:-1].numel(), dtype=compute_dtype(x), device=x.device)
         output = torch.empty_like(x)
         compiled(**_arguments(x, weight, inverse), output=output.data_ptr(), epsilon=epsilon)
         ctx.save_for_backward(x, weight, inverse)
@@ -69,7 +69,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, inverse = ctx.saved_tensors
         compiled = compiled_for("rms_norm_gradient", x, reference_cost=_REFERENCE_COST)
         assert compiled is not None
@@ -84,7 +84,7 @@ class _RMSNorm(torch.autograd.Function):
             weight_gradients=weight_gradients.data_ptr(),
             group=_GROUP,
         )
-        return x_gradient, weight_gradients.sum(dim=0).to(weight.dtype), None
+        return x_gradient, weight_gradients.sum(dim=0).to(weight.dtype), None, None
 
 
 class _RMSNormReference(torch.autograd.Function):

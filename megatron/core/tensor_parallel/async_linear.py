@@ -38,26 +38,35 @@ def accumulate_weight_gradient(main_grad: Tensor, gradient: Tensor, x: Tensor) -
     """main_grad += gradient^T x, for gradient [n, out] and x [n, in]."""
     if kernel_choice().weight_gradients_apart:
         main_grad.add_(gradient.t().mm(x))
-    elif main_grad.dtype == x.dtype:
-        main_grad.addmm_(gradient.t(), x)
-    elif x.is_cpu:
-        _accumulate_rounded(main_grad, gradient, x)
     else:
-        torch.addmm(main_grad, gradient.t(), x, out_dtype=main_grad.dtype, out=main_grad)
+        add_product_(main_grad, gradient.t(), x)
 
 
-def _accumulate_rounded(main_grad: Tensor, gradient: Tensor, x: Tensor) -> None:
-    """The same on CPUs, for which torch has no wide product of narrow operands: it is rounded, once a micro-batch.
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [m, n] += left [m, k] right [k, n], in the dtype of `total`, which may be wider than that of the others.
+
+    On CPUs the product itself is rounded to theirs first.
+    """
+    if total.dtype == right.dtype:
+        total.addmm_(left, right)
+    elif right.is_cpu:
+        _add_rounded_product_(total, left, right)
+    else:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+def _add_rounded_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """The same on CPUs, for which torch has no wide product of narrow operands.
 
     To widen the operands takes four times as long on a CPU that multiplies bfloat16 itself. The product goes through
     one scratch by runs of rows, and is added by parts that stay in the cache while they are widened: with the layers
     of hidden 384 and 768 that adds 4 and 14 % to the time of the products, a whole product and a whole sum 8 and 57 %.
     """
-    rows = max(1, min(main_grad.shape[0], _SCRATCH // main_grad.shape[1]))
+    rows = max(1, min(total.shape[0], _SCRATCH // total.shape[1]))
     part = _PART * torch.get_num_threads()
-    scratch = x.new_empty(rows, x.shape[1])  # [rows, in]
-    for run, target in zip(torch.split(gradient, rows, dim=1), torch.split(main_grad, rows)):
-        product = torch.mm(run.t(), x, out=scratch[: target.shape[0]])
+    scratch = right.new_empty(rows, right.shape[1])  # [rows, n]
+    for run, target in zip(torch.split(left, rows), torch.split(total, rows)):
+        product = torch.mm(run, right, out=scratch[: target.shape[0]])
         for sums, terms in zip(torch.split(target.view(-1), part), torch.split(product.view(-1), part)):
             sums.add_(terms)
 

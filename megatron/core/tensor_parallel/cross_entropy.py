@@ -18,13 +18,13 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import all_reduce, all_reduce_
 from megatron.core.comm_group import CommGroup
-from megatron.core.kernels.arguments import compute_dtype
 from megatron.core.kernels.cross_entropy import (
     LogitGradient,
     LogitStatistics,
     logit_gradient,
     logit_statistics,
 )
+from megatron.core.kernels.dispatch import compute_dtype
 from megatron.core.tensor_parallel.mappings import apply_eagerly
 
 
@@ -97,7 +97,7 @@ def token_losses(
     if group.size > 1:
         sums = torch.stack((local.sum * torch.exp(local.maximum - maximum), predicted))  # [2, n]
         all_reduce_(sums, group)
-        total, predicted = sums[0], sums[1]
+        total, predicted = sums[0].clone(), sums[1]  # the first is kept, by itself
     return TokenLosses(losses=total.log() - predicted, maximum=maximum, sum=total)
 
 
@@ -120,12 +120,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         )
         result = token_losses(statistics, own_target, columns=columns, group=group)
         ctx.save_for_backward(logits, own_target, result.maximum, result.sum)
-        ctx.columns, ctx.overwrite = columns, overwrite
+        ctx.columns, ctx.overwrite, ctx.written = columns, overwrite, False
         return result.losses.view(target.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        # Autograd tells by versions of tensors, which it does not compare where hooks on saved tensors are at work.
+        if ctx.written:
+            raise RuntimeError("the logits were modified by an inplace operation: their gradient is written over them")
+        ctx.written = ctx.overwrite
         logits, own_target, maximum, total = ctx.saved_tensors
         flat_logits = logits.contiguous().flatten(0, -2)  # [n, v/t]
         needed = LogitGradient(
@@ -161,11 +165,16 @@ def vocab_parallel_cross_entropy(
         label_smoothing: the share a that Megatron-LM moves from the target to the other v - 1 tokens. For losses of
             users: no flag sets it.
         overwrite_logits: whether backward may write the gradient over the logits: only for one who made them and
-            reads them nowhere else. It saves memory of their size.
+            reads them nowhere else. It saves memory of their size. A second backward is an error then.
 
     Returns:
         [s, b] in fp32; fp64 for fp64 logits.
+
+    Raises:
+        ValueError: logits that are to be overwritten are a leaf of autograd, so whoever made them keeps them.
     """
+    if overwrite_logits and logits.is_leaf and logits.requires_grad:
+        raise ValueError("logits that are a leaf of autograd can not be overwritten: their gradient would lie in them")
     columns = vocabulary_columns(logits.shape[-1], group=group, vocab_size=vocab_size, label_smoothing=label_smoothing)
     return apply_eagerly(_VocabParallelCrossEntropy, logits, target, group, columns, overwrite_logits)
 

@@ -21,14 +21,14 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import all_gather, all_reduce_, reduce_scatter
 from megatron.core.comm_group import CommGroup
-from megatron.core.kernels.arguments import compute_dtype
 from megatron.core.kernels.cross_entropy import (
     LogitGradient,
     LogitStatistics,
     logit_gradient,
     logit_statistics,
 )
-from megatron.core.tensor_parallel.async_linear import accumulate_weight_gradient, main_grad_if_any
+from megatron.core.kernels.dispatch import compute_dtype
+from megatron.core.tensor_parallel.async_linear import accumulate_weight_gradient, add_product_, main_grad_if_any
 from megatron.core.tensor_parallel.cross_entropy import (
     VocabularyColumns,
     token_losses,
@@ -56,7 +56,8 @@ def _chunks(tokens: Tensor, valid: int) -> Iterator[slice]:
 def _merged(a: LogitStatistics, b: LogitStatistics) -> LogitStatistics:
     """The statistics of the columns of both."""
     maximum = torch.maximum(a.maximum, b.maximum)
-    total = a.sum * torch.exp(a.maximum - maximum) + b.sum * torch.exp(b.maximum - maximum)
+    shift = maximum.masked_fill(maximum == -torch.inf, 0.0)  # no number in either yet
+    total = a.sum * torch.exp(a.maximum - shift) + b.sum * torch.exp(b.maximum - shift)
     logit_sum = None if a.logit_sum is None or b.logit_sum is None else a.logit_sum + b.logit_sum
     return LogitStatistics(maximum, total, a.target_logit + b.target_logit, logit_sum)
 
@@ -111,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             on_target=columns.on_target,
             on_each=columns.on_each,
         )
-        # Summed over the chunks, so not in 16 bits.
+        # The sum over the chunks is wide; on CPUs each term is rounded.
         x_gradient = torch.zeros_like(tokens, dtype=compute_dtype(x)) if needs_x else None
         weight_gradient = torch.zeros_like(weight) if needs_weight and ctx.main_grad is None else None
         accumulated = ctx.main_grad if weight_gradient is None else weight_gradient
@@ -119,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = tokens @ weight[rows].t()  # [n, c]
             logit_gradient(logits, own_target - rows.start, needed, valid=logits.shape[1], out=logits)
             if x_gradient is not None:
-                accumulate_weight_gradient(x_gradient, logits.t(), weight[rows])
+                add_product_(x_gradient, logits, weight[rows])
             if needs_weight:
                 accumulate_weight_gradient(accumulated[rows], logits, tokens)
         if x_gradient is not None:
