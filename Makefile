@@ -43,6 +43,7 @@ lint: $(STAMP)  ## ruff, mypy --strict and the import contract
 bench: $(STAMP)  ## measure against the alternatives, side by side
 	$(BIN)/python tools/benchmark/training_speed.py --size s384 s768
 	$(BIN)/python tools/benchmark/pretrain_vs_plain_loop.py
+	$(BIN)/python tools/benchmark/step_overhead.py --threads 1
 	$(BIN)/python tools/benchmark/optimizer_step.py
 	$(BIN)/torchrun --nproc-per-node 2 tools/benchmark/activation_memory.py
 

@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def measurements() -> dict[str, Any]:
+def measurements(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "benchmark"))
     return runpy.run_path(str(ROOT / "tools" / "benchmark" / "gpu_check.py"))
 
 

@@ -13,9 +13,7 @@ clock and of the processor. On a busy machine the second is the one to trust.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ import matplotlib
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from turns import markdown, ratios, take_turns, write_json
 
 from megatron.config.transformer import TransformerConfig
 from megatron.core.collectives import barrier
@@ -61,11 +60,16 @@ class Sizes:
     layers: int
 
 
+def name_of(dropout: float, layout: str, recompute: str) -> str:
+    return f"dropout {dropout:g}, {layout}, {recompute}"
+
+
 class Layers:
     """A stack of layers in one layout, with one recomputation."""
 
     def __init__(self, sizes: Sizes, layout: str, recompute: str, dropout: float, world: CommGroup) -> None:
         self.sizes, self.layout, self.recompute, self.dropout = sizes, layout, recompute, dropout
+        self.name = name_of(dropout, layout, recompute)
         ranks, sequence_parallel = LAYOUTS[layout]
         config = TransformerConfig(
             num_layers=sizes.layers,
@@ -130,12 +134,10 @@ class Layers:
             recompute=None if self.recompute == "none" else self.recompute,
         ) / (self.sizes.sequence * self.sizes.batch * self.sizes.hidden)
 
-    def seconds(self) -> tuple[float, float]:
-        """Of forward and backward, by the clock and of the processor."""
-        start, cpu_start = time.perf_counter(), time.process_time()
+    def run(self) -> None:
+        """Forward and backward."""
         output = self.forward()
         torch.autograd.backward(output, torch.ones_like(output))
-        return time.perf_counter() - start, time.process_time() - cpu_start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,48 +161,47 @@ def measure(sizes: Sizes, world: CommGroup, turns: int) -> list[Row]:
         for layout in LAYOUTS
         for recompute in RECOMPUTATIONS
     ]
-    kept = [layers.bytes_of_a_layer() for layers in everything]
-    seconds: list[list[tuple[float, float]]] = [[] for _ in everything]
-    for turn in range(-WARM_UP_TURNS, turns):
-        for layers, times in zip(everything, seconds):
-            barrier(world)
-            elapsed = layers.seconds()
-            if turn >= 0:
-                times.append(elapsed)
+    kept = {layers.name: layers.bytes_of_a_layer() for layers in everything}
+    times = take_turns(
+        {layers.name: layers.run for layers in everything},
+        turns=turns,
+        warm_up=WARM_UP_TURNS,
+        before_side=lambda: barrier(world),
+        what="all layouts",
+        silent=not world.is_first,
+    )
     rows = []
-    for index, layers in enumerate(everything):
-        plain = seconds[index - list(RECOMPUTATIONS).index(layers.recompute)]
+    for layers in everything:
+        plain = name_of(layers.dropout, layers.layout, "none")
+        by_clock, by_processor = (
+            statistics.median(ratios(measured[layers.name], measured[plain])) for measured in (times.seconds, times.cpu)
+        )
         rows.append(
             Row(
                 dropout=layers.dropout,
                 layout=layers.layout,
                 recompute=layers.recompute,
-                measured=kept[index],
+                measured=kept[layers.name],
                 paper=layers.bytes_of_the_paper(),
-                relative_time=_ratio(seconds[index], plain, 0),
-                relative_cpu_time=_ratio(seconds[index], plain, 1),
+                relative_time=by_clock,
+                relative_cpu_time=by_processor,
             )
         )
     return rows
 
 
-def _ratio(mine: Sequence[tuple[float, float]], plain: Sequence[tuple[float, float]], which: int) -> float:
-    return statistics.median(one[which] / other[which] for one, other in zip(mine, plain))
-
-
 def table(rows: Sequence[Row]) -> str:
-    """Markdown."""
-    lines = [
-        "| dropout | layout | recompute | measured | paper | of none | time | processor time |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
     whole = {row.dropout: row.measured for row in rows if row.layout == row.recompute == "none"}
-    for row in rows:
-        lines.append(
-            f"| {row.dropout:g} | {row.layout} | {row.recompute} | {row.measured:.1f} | {row.paper:.1f} "
-            f"| {row.measured / whole[row.dropout]:.0%} | {row.relative_time:.2f} | {row.relative_cpu_time:.2f} |"
-        )
-    return "\n".join(lines)
+    lines = [
+        [
+            *(f"{row.dropout:g}", row.layout, row.recompute, f"{row.measured:.1f}", f"{row.paper:.1f}"),
+            f"{row.measured / whole[row.dropout]:.0%}",
+            *(f"{row.relative_time:.2f}", f"{row.relative_cpu_time:.2f}"),
+        ]
+        for row in rows
+    ]
+    head = ["dropout", "layout", "recompute", "measured", "paper", "of none", "time", "processor time"]
+    return markdown(head, lines)
 
 
 def draw(rows: Sequence[Row], picture: Path) -> None:
@@ -248,9 +249,7 @@ def main() -> None:
     if world.is_first:
         print(table(rows))
         if options.json is not None:
-            options.json.write_text(
-                json.dumps({**asdict(sizes), "rows": [asdict(row) for row in rows]}, indent=2) + "\n"
-            )
+            write_json(options.json, {**asdict(sizes), "rows": [asdict(row) for row in rows]})
         if options.picture is not None:
             draw(rows, options.picture)
     dist.destroy_process_group()

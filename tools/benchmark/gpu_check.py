@@ -20,12 +20,13 @@ import platform
 import runpy
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from turns import markdown, take_turns
 
 from megatron.core.kernels.adam import AdamHyperParameters, HyperSpan, HyperSpans, adamw_
 from megatron.core.kernels.apex import adamw_by_apex_, apex_obstacle, multi_tensor_adam
@@ -142,16 +143,19 @@ def synchronize(device: torch.device) -> None:
 
 def median_seconds(runs: Mapping[str, Callable[[], object]], device: torch.device, turns: int) -> dict[str, float]:
     """Seconds of each, by turns, after two that are not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(-2, turns):
-        for name, run in runs.items():
-            synchronize(device)
-            start = time.perf_counter()
-            run()
-            synchronize(device)
-            if turn >= 0:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+
+    def whole(run: Callable[[], object]) -> None:
+        run()
+        synchronize(device)
+
+    times = take_turns(
+        {name: partial(whole, run) for name, run in runs.items()},
+        turns=turns,
+        warm_up=2,
+        before_side=partial(synchronize, device),
+        silent=True,  # the script that starts this has a limit of its own for each step
+    )
+    return {name: statistics.median(seconds) for name, seconds in times.seconds.items()}
 
 
 def device_rates(device: torch.device, sizes: Sizes) -> tuple[float, float]:
@@ -254,14 +258,13 @@ def measure(device: torch.device, sizes: Sizes) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown."""
-    lines = ["| what | value | share of the device's | peak memory, GB | reckoned |", "|---|---|---|---|---|"]
+    lines = []
     for row in rows:
         value = row.note if row.value is None else f"{row.value:,.1f} {row.unit}"
         share = "" if row.share is None else f"{row.share:.3f}"
         memory = ["" if size is None else f"{size / 1e9:.2f}" for size in (row.peak_memory, row.reckoned_memory)]
-        lines.append(f"| {row.what} | {value} | {share} | {' | '.join(memory)} |")
-    return "\n".join(lines)
+        lines.append([row.what, value, share, *memory])
+    return markdown(["what", "value", "share of the device's", "peak memory, GB", "reckoned"], lines)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ BYTES_OF_UPDATE, BYTES_OF_TRIAD = 34, 12
 # A step moves a weight by the learning rate. Both sides compute in fp32 and round in other places. Torch sums the
 # squares of a parameter in fp32: its norm of 100 M elements is off by a hundredth, and with it the clip factor.
 TOLERANCE = 1e-2 * LEARNING_RATE
-WARM_UP_TURNS = 2
+WARM_UP_TURNS = 1
 
 
 class Weights(nn.Module):
@@ -174,15 +175,18 @@ def measure(count: int, elements: int, *, turns: int) -> Result:
     Raises:
         RuntimeError: the two sides do not compute the same update.
     """
+    sizes = f"{count:,} x {elements:,}"
+    print(f"{sizes}: laying out both sides", file=sys.stderr)
     sides, triad = Sides(count, elements), Triad(count * elements)
     runners: dict[str, Timed] = {"ours": sides.step_of_ours, "torch": sides.step_of_theirs, "triad": triad.run}
 
     def check(turn: int) -> None:
-        difference = sides.largest_difference()
-        if turn < 0 and difference > TOLERANCE:
-            raise RuntimeError(f"{count} x {elements}: the parameters of the two sides differ by {difference:.1e}")
+        if turn < 0 and (difference := sides.largest_difference()) > TOLERANCE:
+            raise RuntimeError(f"{sizes}: the parameters of the two sides differ by {difference:.1e}")
 
-    times = take_turns(runners, turns=turns, warm_up=WARM_UP_TURNS, before=sides.lay_out_gradients, after=check)
+    times = take_turns(
+        runners, turns=turns, warm_up=WARM_UP_TURNS, before=sides.lay_out_gradients, after=check, what=sizes
+    )
     seconds, cpu = times.seconds, times.cpu
     return Result(parameters=count, elements=elements, threads=torch.get_num_threads(), seconds=seconds, cpu=cpu)
 
@@ -214,7 +218,7 @@ def main() -> None:
         default=100_000_000,
         help=f"in all: as one parameter, and as parameters of {SMALL_PARAMETER:,} (default 100,000,000)",
     )
-    parser.add_argument("--turns", type=int, default=15, help="turns of each side (default 15)")
+    parser.add_argument("--turns", type=int, default=7, help="turns of each side (default 7)")
     parser.add_argument("--threads", type=int, help="of all sides (default: torch's own choice)")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()

@@ -13,8 +13,8 @@ forward, backward, clipping and AdamW:
 - plain-compiled: plain-sdpa under torch.compile
 - transformers, transformers-compiled: GPT-2 of Hugging Face in the same loop
 
-On a busy machine trust what --threads 1 gives by processor time. MFU is the model's operations over the rate of bf16
-matrix products of the size's own shapes, measured in the same turns.
+On a busy machine trust what --threads 1 gives by processor time. MFU is the model's operations over the rate of the
+bf16 products of a step with its weights, forward and backward, measured in the same turns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 from plain_gpt import SIZES, PlainGPT, Size, flags, plain_trainer
 from torch import Tensor, nn
-from turns import Times, cell, in_turn, markdown, ratios, write_json
+from turns import Times, cell, in_turn, markdown, ratios, shown, write_json
 
 from megatron.core.allocator import keep_freed_memory
 from megatron.training.gpt import gpt_datasets, gpt_model
@@ -116,31 +116,42 @@ def plain_step(size: Size, program: str) -> Step:
     return lambda: trainer(1)
 
 
+def weight_shapes(size: Size) -> list[tuple[int, int]]:
+    """Rows and columns of all matrices that a step multiplies."""
+    assert not size.llama, "these are those of GPT-2"
+    hidden = size.hidden
+    layer = [(3 * hidden, hidden), (hidden, hidden), (size.ffn, hidden), (hidden, size.ffn)]
+    return [*layer * size.layers, (size.vocabulary, hidden)]
+
+
 def matmul_step(size: Size) -> Step:
-    """The products of a forward pass and nothing else; see `products_of`."""
-    x = torch.randn(size.tokens, size.hidden, dtype=torch.bfloat16)
-    widths = (3 * size.hidden, size.ffn, size.ffn)
-    weights = [torch.randn(size.hidden, width, dtype=torch.bfloat16) for width in widths] * size.layers
-    weights.append(torch.randn(size.hidden, size.vocabulary, dtype=torch.bfloat16))
+    """The products of a step with its weights, forward and backward, and nothing else."""
+    operands = {
+        (rows, columns): [
+            torch.randn(shape, dtype=torch.bfloat16)
+            for shape in ((rows, columns), (size.tokens, columns), (size.tokens, rows))
+        ]
+        for rows, columns in weight_shapes(size)
+    }
 
     def step() -> None:
-        for weight in weights:
-            x @ weight
+        for shape in weight_shapes(size):
+            weight, x, gradient = operands[shape]
+            x @ weight.t()
+            gradient @ weight
+            gradient.t() @ x
 
     return step
 
 
 def products_of(size: Size) -> float:
-    """Operations of a `matmul_step`."""
-    widths = size.layers * (3 * size.hidden + 2 * size.ffn) + size.vocabulary
-    return 2.0 * size.tokens * size.hidden * widths
+    """Operations of a `matmul_step`: two a multiply-add, three products a weight."""
+    return 6.0 * size.tokens * sum(rows * columns for rows, columns in weight_shapes(size))
 
 
 def operations(size: Size) -> float:
-    """Of a step, forward and backward: two a multiply-add, three products a weight, half of the attention scores."""
-    assert not size.llama, "the formula is that of GPT-2"
-    per_layer = 4 * size.hidden**2 + 2 * size.hidden * size.ffn + size.hidden * size.sequence
-    return 6.0 * size.tokens * (size.layers * per_layer + size.hidden * size.vocabulary)
+    """Of a step, forward and backward: those products, and the half of the attention scores that is needed."""
+    return products_of(size) + 6.0 * size.tokens * size.layers * size.hidden * size.sequence
 
 
 def serve(size: Size, program: str, *, kept: bool, threads: int) -> None:
@@ -247,15 +258,22 @@ class Result:
 
 def measure(name: str, programs: Sequence[str], *, turns: int, threads: int) -> Result:
     """All programs of a size, by turns."""
-    wanted = [(program, kept) for program in programs for kept in (False, True)] + [(MATMUL, True)]
+    wanted = {f"{program} +" if kept else program: (program, kept) for program in programs for kept in (False, True)}
+    wanted[f"{MATMUL} +"] = (MATMUL, True)
     sides: dict[str, Side] = {}
     times, peak = Times(), dict[str, float]()
+    # As many at a time as there are cores: most of a start is imports and compilers, in one thread.
+    cores, labels = len(os.sched_getaffinity(0)), list(wanted)
     try:
-        for program, kept in wanted:
-            side = start(name, program, kept=kept, threads=threads)
-            sides[f"{program} +" if kept else program] = side
-            side.wait()
-        for turn in range(turns):
+        for together in shown(
+            [labels[first : first + cores] for first in range(0, len(labels), cores)], f"{name}: start"
+        ):
+            for label in together:
+                program, kept = wanted[label]
+                sides[label] = start(name, program, kept=kept, threads=threads)
+            for label in together:
+                sides[label].wait()
+        for turn in shown(range(turns), f"{name}: turn"):
             for program in in_turn(list(sides), turn):
                 answer = sides[program].step()
                 times.add(program, answer["seconds"], answer["cpu"])
@@ -278,7 +296,10 @@ def main() -> None:
     sizes = [name for name, size in SIZES.items() if not size.llama]
     parser.add_argument("--size", nargs="+", choices=sizes, default=["s384"], help="default: s384")
     parser.add_argument(
-        "--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS, help="default: all; framework always"
+        "--programs",
+        nargs="+",
+        choices=PROGRAMS,
+        help="default: all, with --quick those not compiled; framework always",
     )
     parser.add_argument("--turns", type=int, default=7, help="turns of each program (default 7)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of each process")
@@ -291,7 +312,8 @@ def main() -> None:
         kept = not options.as_users_run_it
         return serve(SIZES[options.size[0]], options.serve, kept=kept, threads=options.threads)
     names, turns = (["smoke"], 1) if options.quick else (options.size, options.turns)
-    programs = list(dict.fromkeys(["framework", *options.programs]))
+    usual = [program for program in PROGRAMS if not (options.quick and program.endswith("-compiled"))]
+    programs = list(dict.fromkeys(["framework", *(options.programs or usual)]))
     results = [measure(name, programs, turns=turns, threads=options.threads) for name in names]
     print(table(results))
     if options.json is not None:

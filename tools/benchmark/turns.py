@@ -11,12 +11,14 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+Item = TypeVar("Item")
 # Runs once; what it needs anew each time is laid out before, untimed.
 Timed = Callable[[], object]
 
@@ -42,6 +44,20 @@ def in_turn(sides: Sequence[str], turn: int) -> list[str]:
     return list(sides) if turn % 2 == 0 else list(sides)[::-1]
 
 
+def shown(items: Sequence[Item], what: str, *, silent: bool = False) -> Iterator[Item]:
+    """The items, each counted in a line on stderr when it is done, with the time that is left.
+
+    Args:
+        silent: no such line.
+    """
+    start = time.perf_counter()
+    for done, item in enumerate(items, start=1):
+        yield item
+        left = (time.perf_counter() - start) / done * (len(items) - done)
+        if not silent:
+            print(f"{what} {done} of {len(items)}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+
 def take_turns(
     sides: Mapping[str, Timed],
     *,
@@ -49,17 +65,24 @@ def take_turns(
     warm_up: int = 0,
     before: Timed = lambda: None,
     after: Callable[[int], object] = lambda turn: None,
+    before_side: Timed = lambda: None,
+    what: str = "all sides",
+    silent: bool = False,
 ) -> Times:
     """Time each side once a turn.
 
     Args:
         warm_up: turns before the first that counts; their numbers are negative.
         before, after: run around each turn, untimed; `after` gets the number of the turn.
+        before_side: run before each side, untimed: waits for what others or a device still do.
+        what: is measured, for the count of turns on stderr.
+        silent: no such count.
     """
     times = Times()
-    for turn in range(-warm_up, turns):
+    for turn in shown(range(-warm_up, turns), f"{what}: turn", silent=silent):
         before()
         for side in in_turn(list(sides), turn):
+            before_side()
             start, cpu_start = time.perf_counter(), time.process_time()
             sides[side]()
             seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
