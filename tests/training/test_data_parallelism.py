@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,3 +179,22 @@ def test_slices_on_one_rank_are_the_whole() -> None:
         states[name] = {f"{key}": tensor.view(-1) for key, tensor in state_of(run).items()}
     for key, tensor in states["sliced"].items():
         assert_bitwise(tensor, states["plain"][key], key)
+
+
+PROGRAM = """
+import sys
+from megatron.training.gpt import gpt_datasets, gpt_model
+from megatron.training.pretrain import pretrain
+from pretrain_gpt import forward_step
+pretrain(gpt_datasets, gpt_model, forward_step)
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("choices", [PLAIN, ZERO_OVERLAP], ids=["plain", "zero-overlap"])
+def test_what_is_not_compiled_does_not_wait_for_the_import_of_the_compiler(choices: tuple[str, ...]) -> None:
+    """That takes each rank seconds, and says nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *TINY_GPT, *choices], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

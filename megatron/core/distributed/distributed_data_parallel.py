@@ -230,8 +230,7 @@ class DistributedDataParallel(nn.Module):
 
     def wait_for_parameters(self) -> None:
         """Make all parameters whole, for whoever reads them otherwise than by calling their module."""
-        for bucket in self.buckets:
-            bucket.finish_gather()
+        _finish_gathers(self.buckets)
 
     def _wait_before_each_forward(self) -> None:
         """A module waits for its own parameters. One that a list or dictionary of modules holds, as a layer, waits for
@@ -260,12 +259,18 @@ def _sums_of(bucket: Bucket) -> Tensor:
 
 
 def _waiting_for(buckets: Sequence[Bucket]) -> Callable[[nn.Module, Any], None]:
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def wait(module: nn.Module, inputs: Any) -> None:
-        for bucket in buckets:
-            bucket.finish_gather()
+        finish = _finish_gathers
+        if torch.compiler.is_compiling():  # only then: the decorator imports the compiler, which takes seconds
+            finish = torch.compiler.disable(finish)  # type: ignore[no-untyped-call]
+        finish(buckets)
 
-    return wait  # type: ignore[no-any-return]
+    return wait
+
+
+def _finish_gathers(buckets: Sequence[Bucket]) -> None:
+    for bucket in buckets:
+        bucket.finish_gather()
 
 
 class _Arrivals:
