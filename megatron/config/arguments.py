@@ -281,7 +281,8 @@ class _Reader:
         if before is not None and not same_flag and before.value != value and option.kind != "switch":
             rule = f"and {before.flag} give {option.name.removeprefix('--')} different values"
             works = f"one of the two; {option.name} says the same in full"
-            self.problems.append(Problem(flags=(group.shown, before.flag), rule=rule, works=works))
+            given = " ".join(group.words)
+            self.problems.append(Problem(flags=(group.shown, before.flag), value=given, rule=rule, works=works))
             self.broken |= option.names
             return
         source[option.field] = _Given(value=value, flag=group.name, origin=group.origin)

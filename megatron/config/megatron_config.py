@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +18,7 @@ from megatron.config.data import DataConfig
 from megatron.config.data_parallel import DataParallelConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.options import MOST_SAMPLES, Affects, Option, section_options, shown_value, spelled
+from megatron.config.options import MOST_SAMPLES, Affects, Option, read_words, section_options, shown_value, spelled
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import pipeline_layout
 from megatron.config.problems import ConfigError, Problem, divisors, multiples, near, nearest_name, without_flags_of
@@ -167,12 +168,16 @@ class MegatronConfig:
         A value that is not allowed by itself has the nearest one in its place for the rules that relate it to others,
         so that each of those is computed from sizes within their limits; what they say about that flag is left out.
         """
-        found: list[Problem] = []
-        allowed: dict[str, Any] = {}
-        for name in section_classes():
-            problems, allowed[name] = _value_problems(name, getattr(self, name))
-            found += problems
-        return found + without_flags_of(found, MegatronConfig(**allowed)._rules(purpose, check_files))
+        allowed = MegatronConfig(**{name: _within_limits(name, getattr(self, name)) for name in section_classes()})
+
+        def rules_with(option: Option, value: Any) -> list[Problem]:
+            section = dataclasses.replace(getattr(allowed, option.section), **{option.field: value})
+            return dataclasses.replace(allowed, **{option.section: section})._rules(purpose, check_files=False)
+
+        found = [
+            problem for name in section_classes() for problem in _value_problems(name, getattr(self, name), rules_with)
+        ]
+        return found + without_flags_of(found, allowed._rules(purpose, check_files))
 
     def _rules(self, purpose: Purpose, check_files: bool) -> list[Problem]:
         """The broken rules among values that are each allowed by themselves."""
@@ -385,24 +390,60 @@ def _refuse_unknown(what: str, given: Mapping[str, Any], known: Mapping[str, Any
 def section_problems(section: Any) -> list[Problem]:
     """What is wrong within a section that stands alone, as in a tool; its files aside."""
     (name,) = (name for name, section_class in section_classes().items() if type(section) is section_class)
-    found, allowed = _value_problems(name, section)
+    allowed = _within_limits(name, section)
+
+    def rules_with(option: Option, value: Any) -> list[Problem]:
+        return list(dataclasses.replace(allowed, **{option.field: value}).problems())
+
+    found = list(_value_problems(name, section, rules_with))
     return found + without_flags_of(found, allowed.problems())
 
 
-def _value_problems(name: str, section: Any) -> tuple[list[Problem], Any]:
-    """The values of a section that are not allowed by themselves, and the section with the nearest ones that are."""
-    found: list[Problem] = []
-    nearest: dict[str, Any] = {}
+# The broken rules of a configuration that has a value for an option, and is allowed otherwise.
+_RulesWith = Callable[[Option, Any], list[Problem]]
+
+
+def _within_limits(name: str, section: Any) -> Any:
+    """The section with the nearest allowed value in place of each one that is not allowed by itself."""
+    options = (option for option in all_options() if option.section == name)
+    return dataclasses.replace(
+        section, **{option.field: option.nearest(getattr(section, option.field)) for option in options}
+    )
+
+
+def _value_problems(name: str, section: Any, rules_with: _RulesWith) -> Iterator[Problem]:
+    """The values of a section that are not allowed by themselves."""
     for option in (option for option in all_options() if option.section == name):
         value = getattr(section, option.field)
         if rule := option.rule(value):
-            nearest[option.field] = option.nearest(value)
-            works = " | ".join(option.choices) or f"{option.name} {shown_value(nearest[option.field])}"
-            if option.kind == "text" and not option.choices:
-                works = f"{option.name} with a value; or leave it out"
             flags = (option.name, *sorted(option.names - {option.name}))
-            found.append(Problem(flags=flags, value=shown_value(value), rule=rule, works=works))
-    return found, dataclasses.replace(section, **nearest)
+            works = _what_works(option, option.nearest(value), rules_with)
+            yield Problem(flags=flags, value=shown_value(value), rule=rule, works=works)
+
+
+def _what_works(option: Option, nearest: Any, rules_with: _RulesWith) -> str:
+    """The allowed value nearest to a wrong one. Where other rules refuse that, a value that they name, or the default,
+    if they take it; else the nearest, with what they advise then."""
+    if option.kind == "text":
+        return " | ".join(option.choices) or f"{option.name} with a value; or leave it out"
+
+    def refusals(value: Any) -> list[Problem]:
+        return [problem for problem in rules_with(option, value) if option.name in problem.flags]
+
+    refused = refusals(nearest)
+    if not refused:
+        return _given(option, nearest)
+    advice = "; ".join(problem.works for problem in refused)
+    named = re.findall(rf"(?<!\S){option.name} ([\d_.e+-]*\d)", advice) if option.flag.words == 1 else []
+    others = [read_words(option, [word]) for word in named] + ([] if option.required else [option.default])
+    for value in others:
+        if not option.rule(value) and not refusals(value):
+            return _given(option, value)
+    return f"{_given(option, nearest)}; and then {advice}"
+
+
+def _given(option: Option, value: Any) -> str:
+    return f"leave out {option.name}" if value is None else f"{option.name} {shown_value(value)}"
 
 
 def _unavailable(config: MegatronConfig) -> Iterator[Problem]:

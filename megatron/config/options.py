@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
 Affects = Literal["model", "data", "free"]
@@ -101,7 +102,7 @@ class Option:
     @property
     def names(self) -> frozenset[str]:
         """Every flag that sets the field."""
-        return frozenset((self.name, self.off_name, *self.flag.aliases, *self.flag.constants))
+        return frozenset((self.name, self.off_name, *self.flag.aliases, *self.flag.constants)) - {""}
 
     @property
     def limits(self) -> str:
@@ -175,9 +176,11 @@ def flag_name(field: str) -> str:
 
 def spelled(number: float) -> str:
     """A number as a flag takes it, short enough to read."""
-    if isinstance(number, int) and abs(number) < 2**63:
-        return f"{number:_}" if abs(number) >= 10_000 else str(number)
-    return f"{number:g}" if isinstance(number, int) else str(number)
+    if not isinstance(number, int):
+        return str(number)
+    if abs(number) >= 10**30:  # more digits than anyone counts, and maybe more than a float can be
+        return f"{Decimal(number).normalize():.6g}"
+    return f"{number:_}" if abs(number) >= 10_000 else str(number)
 
 
 def shown_value(value: Any) -> str:

@@ -26,7 +26,8 @@ class Problem:
         head = self.flags[0] if self.flags else ""
         if self.value is not None and self.value != "":
             head = f"{head}{'' if str(self.value).startswith(',') else ' '}{self.value}".strip()
-        text = f"{head}: {self.rule}" if head else self.rule
+        goes_on = self.rule.startswith("and ")  # with the flag as the subject of the sentence
+        text = f"{head}{' ' if goes_on else ': '}{self.rule}" if head else self.rule
         return f"{text}\n      Works: {self.works}" if self.works else text
 
 

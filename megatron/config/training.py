@@ -162,7 +162,9 @@ class TrainingConfig:
                 flags=("--train-iters", "--train-samples"),
                 value=self.train_iters,
                 rule=f"and --train-samples {self.train_samples} both give the length of the run",
-                works="one of the two",
+                works="one of the two"
+                if self.rampup_batch_size is None
+                else "--train-samples, in which --rampup-batch-size counts",
             )
 
     def _rampup_problems(self, start: int, increment: int, samples: int) -> Iterator[Problem]:
@@ -193,7 +195,7 @@ class TrainingConfig:
                 f"or --global-batch-size {start + growth // increment * increment} "
                 f"or {start + (growth // increment + 1) * increment}",
             )
-        if self.train_iters is not None:
+        if self.train_iters is not None and self.train_samples is None:
             works = f"{name} {shown} --train-samples N in place of --train-iters"
             if self.global_batch_size is not None:
                 works = (

@@ -411,3 +411,10 @@ def test_a_tool_reads_and_explains_the_options_of_a_section_as_a_training_does(
         with pytest.raises(argparse.ArgumentError, match=complaint):
             parser.parse_args(["--adam-eps", word])
     assert "(more than 0; default: 1e-08)" in " ".join(parser.format_help().split())
+
+
+def test_two_spellings_of_one_flag_that_differ_are_named_with_their_values(refused: Refused) -> None:
+    text = refused("--recompute-activations --recompute-granularity full")
+    assert (
+        "--recompute-granularity full and --recompute-activations give recompute-granularity different values" in text
+    )

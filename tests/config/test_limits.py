@@ -8,13 +8,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from megatron.config import ConfigError, MegatronConfig, TokenizerConfig, parse_arguments, section_problems
 from megatron.config.megatron_config import all_options
-from megatron.config.options import LARGEST_WHOLE, Option, read_words
+from megatron.config.options import LARGEST_WHOLE, Option
 from tests.config.conftest import Parse, Refused, command_line
 
 NUMBERS = [option for option in all_options() if option.kind in ("number", "fraction")]
@@ -80,7 +81,8 @@ def test_every_number_has_limits_and_its_default_keeps_them() -> None:
 
 @pytest.mark.parametrize("option", NUMBERS, ids=lambda option: option.name)
 def test_a_value_beyond_its_limits_is_one_problem_and_the_advice_works(option: Option) -> None:
-    """The nearest value stands in for it in the other rules, and none of them speaks of that value."""
+    """The nearest value stands in for it in the other rules, and none of them speaks of that value. What is advised,
+    they take."""
     for beside in BESIDE:
         for value in ("-1e300", "1e300"):
             line = [*command_line(beside), *words_of(option, value)]
@@ -91,8 +93,11 @@ def test_a_value_beyond_its_limits_is_one_problem_and_the_advice_works(option: O
             (problem,) = caught.value.problems
             assert problem.flags[0] == option.name
             assert problem.rule.startswith("must ")
-            name, *words = problem.works.split()
-            assert (name, option.rule(read_words(option, words))) == (option.name, "")
+            advised, _, advised_then = problem.works.partition("; and then ")
+            words = [] if advised == f"leave out {option.name}" else advised.split()
+            assert words[:1] in ([], [option.name])
+            with pytest.raises(ConfigError) if advised_then else nullcontext():
+                parse_arguments([*command_line(beside), *words], world_size=None, say=lambda text: None)
 
 
 def test_not_a_number_is_refused_also_where_a_program_has_set_it(parse: Parse) -> None:
@@ -129,6 +134,35 @@ def test_a_whole_number_without_a_limit_of_its_own_is_one_that_json_keeps(refuse
     assert parse(f"--log-interval {LARGEST_WHOLE}").logging.log_interval == LARGEST_WHOLE
     text = refused(f"--log-interval {LARGEST_WHOLE + 1}")
     assert "--log-interval 9_007_199_254_740_993: must be at most 9_007_199_254_740_992" in text
+
+
+def test_a_number_beyond_all_is_told_in_a_few_words(refused: Refused) -> None:
+    assert "--ddp-bucket-size 99_999_999_999_999_999_999_999: " in refused(f"--ddp-bucket-size {'9' * 23}")
+    assert "--ddp-bucket-size 1e+400: " in refused(f"--ddp-bucket-size {'9' * 400}")
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("--optimizer muon --muon-num-ns-steps 0", "--muon-num-ns-steps 5"),
+        ("--ddp-bucket-size 0", "leave out --ddp-bucket-size"),
+        ("--ddp-bucket-size 0 --overlap-grad-reduce", "--ddp-bucket-size 1"),
+        ("--hidden-size 0", "--hidden-size 8"),
+        ("--global-batch-size 0 --world-size 4", "--global-batch-size 8"),
+        ("--train-iters 0 --lr-warmup-iters 5", "--train-iters 1; and then --lr-warmup-iters 0; --lr-decay-iters 6"),
+    ],
+)
+def test_where_other_rules_refuse_the_nearest_value_another_is_advised(
+    refused: Refused, line: str, advice: str
+) -> None:
+    assert f"Works: {advice}" in refused(line).splitlines()[-1]
+
+
+@pytest.mark.parametrize("unreadable", ["--muon-extra-scale-factor nan", "--kernels foo", "--no-such-flag"])
+def test_a_value_that_cannot_be_read_hides_no_limit_of_another(refused: Refused, unreadable: str) -> None:
+    text = refused(f"--optimizer muon --muon-momentum 1.5 --recompute-num-layers 0 --lr 0 {unreadable}", problems=4)
+    for said in ("--muon-momentum 1.5: ", "--recompute-num-layers 0: ", "--lr 0.0: "):
+        assert said in text
 
 
 def test_the_largest_layouts_are_found_at_once(parse: Parse) -> None:

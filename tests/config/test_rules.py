@@ -744,3 +744,9 @@ def test_an_empty_prefix_among_others_is_refused() -> None:
     arguments = [*command_line(without="--mock-data"), "--data-path", "0.5", "a", "0.5", ""]
     with pytest.raises(ConfigError, match=r'--data-path 0.5 a 0.5 "": is empty'):
         parse_arguments(arguments, check_files=False)
+
+
+def test_two_lengths_beside_a_batch_that_grows_are_one_problem(refused: Refused) -> None:
+    text = refused("--rampup-batch-size 2 2 36 --train-samples 36")
+    assert "--train-iters 100 and --train-samples 36 both give the length of the run" in text
+    assert "Works: --train-samples, in which --rampup-batch-size counts" in text

@@ -275,7 +275,7 @@ def test_a_layout_string_with_chunks_needs_a_schedule_that_interleaves() -> None
             10,
             2,
             {"decoder_first_pipeline_num_layers": 4, "decoder_last_pipeline_num_layers": 4},
-            "4: and --decoder-last-pipeline-num-layers 4 .* do not add up to --num-layers 10",
+            "4 and --decoder-last-pipeline-num-layers 4 .* do not add up to --num-layers 10",
         ),
         (
             10,
