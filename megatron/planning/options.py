@@ -14,6 +14,8 @@ from megatron.planning.memory import plans_of_step, predict_memory
 # Shares of the time of a step, rough: they order options, and are printed as "about". Half a micro-batch makes smaller
 # products, and twice the tensor-parallel ranks make smaller ones and wait for more of what they communicate.
 _HALF_MICRO_BATCH, _TWICE_TENSOR = 0.05, 0.15
+# A dearer change has to spare this share more than a cheaper one, or than none, to be worth a word.
+_LEAST_SPARED = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +25,15 @@ class Change:
     Attributes:
         names: of the single changes that it is made of, whatever the numbers in their flags.
         flags: as words of a command line.
+        left_out: flags that must not be given beside them.
+        settings: what the flags set, by section and field.
         cost: of the time of a step, as a share of it.
     """
 
     names: frozenset[str]
     flags: tuple[str, ...]
+    left_out: tuple[str, ...]
+    settings: Mapping[tuple[str, str], object]
     config: MegatronConfig
     cost: float
 
@@ -41,14 +47,15 @@ class SmallerRun:
 
     def __str__(self) -> str:
         cost = f"about {self.change.cost:+.0%} time" if self.change.cost >= 0.005 else "no more time"
-        return f"{' '.join(self.change.flags)}: {self.bytes / 1e9:,.2f} GB, {cost}"
+        without = f", without {' and '.join(self.change.left_out)}" if self.change.left_out else ""
+        return f"{' '.join(self.change.flags)}{without}: {self.bytes / 1e6:,.1f} MB, {cost}"
 
 
 def cheapest_that_fit(config: MegatronConfig, *, vocab_size: int, available: int, most: int = 3) -> list[SmallerRun]:
     """The changes of one or two flags after which the largest stage needs no more than `available` bytes.
 
     The cheapest ones first; where none fits, those that need least. A pair is listed only where neither of its flags
-    fits alone.
+    fits alone, and nothing that spares no more than a cheaper change.
 
     Args:
         config: with the number of processes, which stays as it is.
@@ -64,9 +71,21 @@ def cheapest_that_fit(config: MegatronConfig, *, vocab_size: int, available: int
             continue
         run = SmallerRun(change=combined, bytes=_largest_stage(combined.config, vocab_size))
         (fitting if run.bytes <= available else others).append(run)
+    today = _largest_stage(config, vocab_size)
     if fitting:
-        return sorted(fitting, key=lambda run: (round(run.change.cost, 3), run.bytes))[:most]
-    return sorted(others, key=lambda run: run.bytes)[:most]
+        return _worth_their_cost(fitting, today)[:most]
+    return _worth_their_cost(others, today)[: -most - 1 : -1]
+
+
+def _worth_their_cost(runs: Sequence[SmallerRun], today: int) -> list[SmallerRun]:
+    """By cost, those that need less than `today` and than all that are cheaper."""
+    found: list[SmallerRun] = []
+    least = today
+    for run in sorted(runs, key=lambda run: (round(run.change.cost, 3), run.bytes)):
+        if run.bytes <= (1 - _LEAST_SPARED) * least:
+            found.append(run)
+            least = run.bytes
+    return found
 
 
 def _largest_stage(config: MegatronConfig, vocab_size: int) -> int:
@@ -75,17 +94,23 @@ def _largest_stage(config: MegatronConfig, vocab_size: int) -> int:
 
 
 def _combined(config: MegatronConfig, names: Sequence[str]) -> Change | None:
-    """The changes one after the other, as the second may depend on the first; None where they do not go together."""
+    """The changes one after the other, as the second may depend on the first; None where they do not go together, as
+    where the second undoes the first."""
     flags: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    settings: dict[tuple[str, str], object] = {}
     cost = 0.0
     for name in names:
         step = next((change for change in changes(config) if name in change.names), None)
         if step is None:
             return None
+        if any(settings.get(knob, value) != value for knob, value in step.settings.items()):
+            return None
         config, flags, cost = step.config, flags + step.flags, cost + step.cost
+        left_out, settings = left_out + step.left_out, {**settings, **step.settings}
     if config.problems(check_files=False):
         return None
-    return Change(names=frozenset(names), flags=flags, config=config, cost=cost)
+    return Change(names=frozenset(names), flags=flags, left_out=left_out, settings=settings, config=config, cost=cost)
 
 
 def changes(config: MegatronConfig) -> Iterator[Change]:
@@ -123,7 +148,12 @@ def changes(config: MegatronConfig) -> Iterator[Change]:
             "recompute_modules": None,
         }
         # One forward more beside a forward and a backward of twice it.
-        yield _change("full recomputation", config, flags, 1 / 3, model=full)
+        whole = _change("full recomputation", config, flags, 1 / 3, model=full)
+        given = {
+            "--recompute-activations": model.recompute_granularity == "selective",
+            "--recompute-modules": model.recompute_modules is not None,
+        }
+        yield replace(whole, left_out=tuple(name for name, is_given in given.items() if is_given))
     if replicas % 2 == 0:
         kept = {"global_batch_size": batch}
         flags = ("--tensor-model-parallel-size", str(2 * tensor), *same_batch)
@@ -140,7 +170,15 @@ def _change(
     name: str, config: MegatronConfig, flags: tuple[str, ...], cost: float, **sections: Mapping[str, object]
 ) -> Change:
     changed = {section: replace(getattr(config, section), **values) for section, values in sections.items()}
-    return Change(names=frozenset({name}), flags=flags, config=replace(config, **changed), cost=cost)
+    settings = {(section, field): value for section, values in sections.items() for field, value in values.items()}
+    return Change(
+        names=frozenset({name}),
+        flags=flags,
+        left_out=(),
+        settings=settings,
+        config=replace(config, **changed),
+        cost=cost,
+    )
 
 
 def _core_share(config: MegatronConfig) -> float:

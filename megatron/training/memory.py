@@ -131,13 +131,17 @@ def out_of_memory_advice(config: MegatronConfig, available: int) -> str:
     enough = min(available, int(0.9 * largest))
     options = cheapest_that_fit(config, vocab_size=vocabulary.size, available=enough)
     fits = bool(options) and options[0].bytes <= enough
+    bound = "all there is" if enough == available else "nine tenths of what it needs now, which did not fit"
+    found = "The cheapest changes that would fit" if fits else "No two changes make it fit; those that spare most"
     lines = [
-        f"What the GPT of these flags needs on a rank of each stage, predicted (MB), of {available / 1e6:,.0f} MB:",
+        "What the GPT of these flags needs on a rank of each stage, predicted (MB):",
         memory_table(predicted),
-        "The cheapest changes that would fit:" if fits else "No two changes make it fit; those that spare most:",
+        f"A rank has {available / 1e6:,.1f} MB, of which libraries, temporaries and fragments take some too. "
+        f"A change is taken to fit if the largest stage then needs no more than {enough / 1e6:,.1f} MB: {bound}.",
+        f"{found}, in place of other flags for the same:" if options else "No two changes spare any of it.",
         *(f"  {number}. {option}" for number, option in enumerate(options, start=1)),
     ]
-    return "\n".join(lines if options else lines[:2])
+    return "\n".join(lines)
 
 
 def bytes_for_a_rank(context: MegatronContext) -> int:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.config.megatron_config import MegatronConfig
-from megatron.planning.options import changes, cheapest_that_fit
+from megatron.planning import options
+from megatron.planning.options import SmallerRun, changes, cheapest_that_fit
 from tests.helpers.tiny import tiny_config
 
 VOCAB = 251
@@ -42,3 +43,69 @@ def test_two_changes_go_together_where_the_flags_of_one_depend_on_the_other() ->
     assert both.flags.count("--global-batch-size") == 1
     given = config_of(*both.flags, implied_batch=True)
     assert (given.training, given.parallel) == (both.config.training, both.config.parallel)
+
+
+SELECTIVE = ("--recompute-activations", "--recompute-modules", "core_attn", "mlp")
+GIVEN: list[tuple[str, ...]] = [(), SELECTIVE, ("--recompute-granularity", "selective"), ("--sequence-parallel",)]
+
+
+def without(given: tuple[str, ...], left_out: tuple[str, ...]) -> list[str]:
+    """The words of a command line but for some flags and what follows them."""
+    kept, taken = [], True
+    for word in given:
+        taken = word not in left_out if word.startswith("--") else taken
+        kept += [word] if taken else []
+    return kept
+
+
+def all_runs(config: MegatronConfig) -> list[SmallerRun]:
+    """Where none fits, and where all do."""
+    return [
+        run
+        for available in (0, 10**12)
+        for run in cheapest_that_fit(config, vocab_size=VOCAB, available=available, most=100)
+    ]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=lambda given: " ".join(given[:2]) or "plain")
+def test_the_program_takes_the_flags_of_each_proposal_as_they_are_printed(
+    given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "_LEAST_SPARED", -100.0)  # also those that are not worth their cost
+    runs = all_runs(config_of(*given, implied_batch=False))
+    assert len({run.change.names for run in runs}) > 12
+    for run in runs:
+        line = without(given, run.change.left_out)
+        assert str(run).startswith(" ".join(run.change.flags))
+        assert all(name in str(run) for name in run.change.left_out)
+        parsed = config_of(*line, *run.change.flags, implied_batch=False)
+        for section in ("model", "parallel", "data_parallel", "training"):
+            assert getattr(parsed, section) == getattr(run.change.config, section), str(run)
+
+
+def test_two_values_of_one_flag_are_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "_LEAST_SPARED", -100.0)
+    for run in all_runs(config_of(implied_batch=False)):
+        assert not run.change.names >= {"selective recomputation", "full recomputation"}
+        names = [word for word in run.change.flags if word.startswith("--")]
+        assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("available", [0, 10**12])
+def test_a_proposal_spares_more_than_all_that_are_cheaper(available: int) -> None:
+    config = config_of(implied_batch=False)
+    runs = cheapest_that_fit(config, vocab_size=VOCAB, available=available, most=100)
+    by_cost = sorted(runs, key=lambda run: run.change.cost)
+    needed = [run.bytes for run in by_cost]
+    assert len(runs) > 2
+    assert needed == sorted(set(needed), reverse=True)
+
+
+@pytest.mark.parametrize(("dropout", "proposed"), [("0", False), ("0.1", True)])
+def test_selective_recomputation_is_proposed_where_attention_weights_are_kept(dropout: str, proposed: bool) -> None:
+    """Of a fused core it spares no more than the output of the kernel."""
+    wide = ("--num-attention-heads", "12", "--kv-channels", "64", "--hidden-size", "768", "--ffn-hidden-size", "3072")
+    long = ("--seq-length", "256", "--max-position-embeddings", "256", "--vocab-size", "30000")
+    config = tiny_config(*wide, *long, "--attention-dropout", dropout)
+    runs = cheapest_that_fit(config, vocab_size=30000, available=10**12)
+    assert any("selective recomputation" in run.change.names for run in runs) == proposed

@@ -11,7 +11,7 @@ from io import StringIO
 import pytest
 import torch
 
-from megatron.planning.memory import StageMemory
+from megatron.planning.memory import StageMemory, predict_memory
 from megatron.planning.saved_tensors import SavedBytes
 from megatron.training.memory import (
     MemoryAccount,
@@ -73,7 +73,7 @@ def test_the_cheapest_changes_that_fit_come_first() -> None:
     arguments = ("--micro-batch-size", "2", "--global-batch-size", "16", "--attention-dropout", "0.1")
     config = tiny_config(*arguments, world_size=4)
     advice = out_of_memory_advice(config, available=10**9)
-    assert "--use-distributed-optimizer: " in advice.splitlines()[4]
+    assert "--use-distributed-optimizer: " in advice.splitlines()[5]
     costs = [int(cost) for cost in re.findall(r"about \+(\d+)% time", advice)]
     assert costs == sorted(costs)
     assert len(re.findall(r"^  \d\. --", advice, re.MULTILINE)) == 3
@@ -83,6 +83,21 @@ def test_a_run_that_nothing_makes_fit_is_told_what_spares_most() -> None:
     advice = out_of_memory_advice(tiny_config(world_size=1), available=1000)
     assert "No two changes make it fit" in advice
     assert "--recompute-granularity full" in advice
+
+
+def test_the_advice_says_what_it_compares_with_what_in_one_unit() -> None:
+    """The smaller of what there is and of nine tenths of what did not fit."""
+    config = tiny_config(world_size=2)
+    (stage,) = predict_memory(config, padded_vocab_size=256)
+    for available, said in (
+        (10**9, f"{0.9 * stage.total / 1e6:,.1f} MB: nine tenths"),
+        (10**6, "1.0 MB: all there is"),
+    ):
+        advice = out_of_memory_advice(config, available=available)
+        assert f"A rank has {available / 1e6:,.1f} MB, of which libraries, " in advice
+        assert f"the largest stage then needs no more than {said}" in advice
+        assert re.search(r"^  1\. --.*: [\d.]+ MB, ", advice, re.MULTILINE)
+        assert "GB" not in advice
 
 
 PROGRAM = """
@@ -140,7 +155,7 @@ def _account_of_parts(rank: int, world_size: int) -> str:
 
 def test_activations_of_which_each_rank_keeps_a_part_are_predicted_only() -> None:
     """The recomputation holds them itself, and the saved tensors of autograd know nothing of them."""
-    said, _ = run_distributed(_account_of_parts, 2)
+    _, said = run_distributed(_account_of_parts, 2)  # the last rank speaks
     stage, parameters, gradients, optimizer, activations, recomputed, total = re.split(
         " {2,}", said.splitlines()[-1].strip()
     )
