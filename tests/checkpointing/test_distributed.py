@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron.checkpointing import CheckpointError, load_checkpoint, save_checkpoint
 from megatron.core.comm_group import CommGroup
+from megatron.core.kernels.float_halves import narrow_
 from megatron.core.shard import Init, NamedTensor, Shard, blocked_pieces, even_pieces, whole_pieces
 from tests.checkpointing.layouts import ALONE
 from tests.helpers.distributed import run_distributed
@@ -33,7 +34,10 @@ def world_group(rank: int, world_size: int) -> CommGroup:
 
 def value(key: str, dtype: torch.dtype) -> torch.Tensor:
     count = int(torch.Size(SHAPES[key]).numel())
-    return (torch.arange(count).reshape(SHAPES[key]) + 1000 * sorted(SHAPES).index(key)).to(dtype)
+    wide = torch.arange(count, dtype=torch.float32).reshape(SHAPES[key]) + 1000 * sorted(SHAPES).index(key)
+    rounded = torch.empty_like(wide, dtype=dtype)
+    narrow_(wide, rounded)  # as an optimizer rounds the weights of a model
+    return rounded
 
 
 def shard(key: str, group: CommGroup) -> tuple[Shard, tuple[int, ...]]:
