@@ -143,7 +143,7 @@ def _store(values: Tensor, target: Numbers) -> None:
 
 def _store_weights(values: Tensor, target: Numbers) -> None:
     """A model that is loaded to be used has the weights that it was trained with: both round main ones alike."""
-    if isinstance(target, Halves):
+    if isinstance(target, Halves) or values.dtype == target.dtype:
         target.copy_(values)
     else:
         narrow_(values, target)
