@@ -54,12 +54,15 @@ MEGATRON_INLINE Real gelu(Real x, const Power& power) {
 }
 
 template <typename Real, typename Power>
-MEGATRON_INLINE Real gelu_slope(Real x, const Power& power) {
+MEGATRON_INLINE Real gelu_slope(Real input, const Power& power) {
+  // From here on the sigmoid is 0 or 1 and the slope too; what it is multiplied by would be infinite for large inputs.
+  constexpr Real kFlat = 64;
+  const Real below = input > kFlat ? kFlat : input;
+  const Real x = below < -kFlat ? -kFlat : below;
   const Real cube = static_cast<Real>(kGeluCube) * x * x;
   const Real share = sigmoid(static_cast<Real>(kGeluScale) * x * (Real(1) + cube), power);
   const Real inner = static_cast<Real>(kGeluScale) * x * (Real(1) + Real(3) * cube);
-  const Real bent = share * (Real(1) - share);
-  return bent == Real(0) ? share : share + bent * inner;  // `inner` is infinite for large x
+  return share + share * (Real(1) - share) * inner;
 }
 
 // The two factors of the gradient of g * sigmoid(g) * x: of g and of x.

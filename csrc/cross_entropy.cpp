@@ -87,9 +87,12 @@ MEGATRON_INLINE void row_gradient(const Logits& logits, const LogitGradient& out
   const std::int64_t target = logits.targets[row];
   const bool is_here = target >= 0 && target < logits.valid;
   const Real target_logit = is_here ? read_number(x[target]) : Real(0);
-#pragma GCC ivdep  // where the gradient is the logits, each element is read before it is written
-  for (std::int64_t i = 0; i < logits.valid; ++i) {
-    gradient[i] = written_number<Number>(exponential<fused>(read_number(x[i]) - maximum) * factor - on_each);
+  alignas(64) Real block[kBlock];
+  for (std::int64_t start = 0; start < logits.valid; start += kBlock) {
+    const std::int64_t count = std::min(kBlock, logits.valid - start);
+    for (std::int64_t i = 0; i < count; ++i) block[i] = read_number(x[start + i]);
+    for (std::int64_t i = 0; i < count; ++i) block[i] = exponential<fused>(block[i] - maximum) * factor - on_each;
+    for (std::int64_t i = 0; i < count; ++i) gradient[start + i] = written_number<Number>(block[i]);
   }
   std::fill(gradient + logits.valid, gradient + logits.width, Number{});
   if (!is_here) return;
