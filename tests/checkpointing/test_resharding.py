@@ -137,6 +137,14 @@ def test_floating_point_kinds_are_converted_and_said_to_be(
     assert summary.casts == (() if stored == wanted else (line,))
 
 
+def test_a_weight_of_the_same_kind_keeps_the_bits_of_what_is_not_a_number(tmp_path: Path) -> None:
+    value = torch.tensor([-124, 0x7F81, 0x3F80], dtype=torch.int16).view(torch.bfloat16)
+    save_checkpoint(tmp_path, 1, [whole("model.w", value)], {}, world=ALONE, writes=True)
+    target = torch.zeros_like(value)
+    load_checkpoint(tmp_path, world=ALONE).load_into([whole("model.w", target)], world=ALONE)
+    assert torch.equal(target.view(torch.int16), value.view(torch.int16))
+
+
 def test_all_tensors_that_do_not_fit_are_listed_and_nothing_is_written(tmp_path: Path) -> None:
     saved = [
         whole("model.a", torch.ones(4, 3)),
