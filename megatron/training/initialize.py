@@ -43,8 +43,8 @@ from megatron.training.failures import exiting, reason
 
 # A launcher ends all ranks when the first one leaves: seconds that a silent rank leaves to the one that says why.
 _TIME_TO_SPEAK = 5.0
-# Rank 0 may hold the store that the others ask whether to speak, so it leaves last: seconds that it waits for them. The
-# rank that has spoken waits as long, to hear whether they would have said the same.
+# The rank that has spoken waits so many seconds to hear whether the others would have said the same. Rank 0 may hold the
+# store that it asks, so it waits as long for the one that asks.
 _TIME_TO_ASK = 2.0
 # Where rank 0 says whose store it is, outside of all prefixes, and in the roll call what it was started with.
 _JOB_OF_RANK_0, _OPTIONS_OF_RANK_0 = "job of rank 0", "options of rank 0"
@@ -108,33 +108,41 @@ class MegatronContext:
         try:
             first = bool(self.store.add(_said(why), 1) == 1)
             if not first and self.state.rank == 0:
-                self._all_have(self.store, why)
+                _reaches(self.store, _asked(why), 1)
             return first
         except dist.DistError:  # the rank that holds the store is gone: better twice than never
             return True
 
     def _said_by(self, why: BaseException) -> str:
         """Which rank has spoken, where not all would have said the same."""
-        if not isinstance(why, UserError) or self.store is None or self.state.world.size == 1:
+        if not isinstance(why, UserError) or self.store is None:
             return ""
         try:
-            return "" if self._all_have(self.store, why) else f"(rank {self.state.rank})"
-        except dist.DistError:  # the rank that holds the store has left, having waited for all
+            all_have = _reaches(self.store, _said(why), self.state.world.size)
+            self.store.add(_asked(why), 1)
+            return "" if all_have else f"(rank {self.state.rank})"
+        except dist.DistError:  # the rank that holds the store has left, having waited as long as it does
             return ""
 
-    def _all_have(self, store: Store, why: UserError) -> bool:
-        """Whether all ranks have a reason, once they have had the time for it."""
-        deadline = time.monotonic() + _TIME_TO_ASK
-        while store.add(_said(why), 0) < self.state.world.size:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
-        return True
+
+def _reaches(store: Store, key: str, count: int) -> bool:
+    """Whether ranks have counted so far in time."""
+    deadline = time.monotonic() + _TIME_TO_ASK
+    while store.add(key, 0) < count:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _said(why: UserError) -> str:
     """Where ranks count those that have a reason."""
     return "said-" + hashlib.sha256(reason(why).encode()).hexdigest()
+
+
+def _asked(why: UserError) -> str:
+    """Where the rank that has spoken says that it needs the store no more."""
+    return _said(why).replace("said", "asked", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
