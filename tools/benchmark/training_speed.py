@@ -4,8 +4,9 @@ python tools/benchmark/training_speed.py --size s384 s768 --threads 1 --json res
 python tools/benchmark/training_speed.py --size s384 --programs framework framework-tp2 framework-dp2
 
 Each program runs in processes of its own, with and without the allocator setting of pretrain_gpt.py, which is one of a
-whole process. All are started and warmed up, then take turns; what waits for its turn uses no processor. Measured are
-forward, backward, clipping and AdamW:
+whole process. The framework, one other and the products of a matmul are started and warmed up, then take turns; what
+waits for its turn uses no processor. Then comes the next other one, as all at once would need 25 GB. Measured are forward,
+backward, clipping and AdamW:
 
 - framework: the loop of pretrain_gpt.py, hooks and data included; framework-tp2, framework-dp2: two ranks of it over
   gloo, each with the threads of the others (their processor time is that of rank 0)
@@ -20,6 +21,7 @@ bf16 products of a step with its weights, forward and backward, measured in the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -193,14 +195,15 @@ class Side:
         """
         lines = [process.stdout.readline() if process.stdout is not None else "" for process in self.processes]
         if not all(lines):
-            raise RuntimeError(f"a program has ended: {self.processes[0].args!r}")
+            raise RuntimeError(f"a program has ended, perhaps for want of memory: {self.processes[0].args!r}")
         return lines
 
     def step(self) -> dict[str, float]:
         for process in self.processes:
             assert process.stdin is not None
-            process.stdin.write("step\n")
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # a rank that has ended does not answer either
+                process.stdin.write("step\n")
+                process.stdin.flush()
         answers = [json.loads(line) for line in self.wait()]
         return {
             "seconds": max(answer["seconds"] for answer in answers),
@@ -211,7 +214,8 @@ class Side:
     def close(self) -> None:
         for process in self.processes:
             if process.stdin is not None:
-                process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
         for process in self.processes:
             process.wait()
 
@@ -237,27 +241,21 @@ def start(size: str, program: str, *, kept: bool, threads: int) -> Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Seconds of each turn of each program, `+` marking the allocator setting, and the most memory in bytes."""
+    """What ran by turns: the framework, the products and one other program, `+` marking the allocator setting.
+
+    Attributes:
+        peak: the most memory of each, in bytes.
+    """
 
     size: str
     threads: int
     times: Times
     peak: dict[str, float]
 
-    def row(self, name: str) -> list[str]:
-        size, seconds, cpu = SIZES[self.size], self.times.seconds, self.times.cpu
-        products = [second * operations(size) / products_of(size) for second in cpu[f"{MATMUL} +"]]
-        return [
-            *(self.size, str(self.threads), name),
-            *(cell([size.tokens / second for second in times], ",.0f") for times in (seconds[name], cpu[name])),
-            cell(ratios(cpu["framework +"], cpu[name]), ".2f"),
-            f"{statistics.median(ratios(products, cpu[name])):.2f}",
-            f"{self.peak[name] / 1e9:.2f}",
-        ]
 
-
-def measure(name: str, programs: Sequence[str], *, turns: int, threads: int) -> Result:
-    """All programs of a size, by turns."""
+def measure(name: str, other: str, *, turns: int, threads: int) -> Result:
+    """A program beside the framework, or the framework alone."""
+    programs = dict.fromkeys(["framework", other])
     wanted = {f"{program} +" if kept else program: (program, kept) for program in programs for kept in (False, True)}
     wanted[f"{MATMUL} +"] = (MATMUL, True)
     sides: dict[str, Side] = {}
@@ -265,15 +263,14 @@ def measure(name: str, programs: Sequence[str], *, turns: int, threads: int) -> 
     # As many at a time as there are cores: most of a start is imports and compilers, in one thread.
     cores, labels = len(os.sched_getaffinity(0)), list(wanted)
     try:
-        for together in shown(
-            [labels[first : first + cores] for first in range(0, len(labels), cores)], f"{name}: start"
-        ):
+        for first in range(0, len(labels), cores):
+            together = labels[first : first + cores]
             for label in together:
                 program, kept = wanted[label]
                 sides[label] = start(name, program, kept=kept, threads=threads)
             for label in together:
                 sides[label].wait()
-        for turn in shown(range(turns), f"{name}: turn"):
+        for turn in range(turns):
             for program in in_turn(list(sides), turn):
                 answer = sides[program].step()
                 times.add(program, answer["seconds"], answer["cpu"])
@@ -284,10 +281,35 @@ def measure(name: str, programs: Sequence[str], *, turns: int, threads: int) -> 
     return Result(size=name, threads=threads, times=times, peak=peak)
 
 
+def row(program: str, results: Sequence[Result]) -> list[str]:
+    """Of all turns of a program with a size."""
+    results = [result for result in results if program in result.times.seconds]
+    size = SIZES[results[0].size]
+
+    def seconds(of: str) -> list[float]:
+        return [second for result in results for second in result.times.seconds[of]]
+
+    def cpu(of: str) -> list[float]:
+        return [second for result in results for second in result.times.cpu[of]]
+
+    products = [second * operations(size) / products_of(size) for second in cpu(f"{MATMUL} +")]
+    return [
+        *(results[0].size, str(results[0].threads), program),
+        *(cell([size.tokens / second for second in times], ",.0f") for times in (seconds(program), cpu(program))),
+        *(cell(ratios(of("framework +"), of(program)), ".2f") for of in (seconds, cpu)),
+        f"{statistics.median(ratios(products, cpu(program))):.2f}",
+        f"{max(result.peak[program] for result in results) / 1e9:.2f}",
+    ]
+
+
 def table(results: Sequence[Result]) -> str:
-    rows = [result.row(name) for result in results for name in result.times.seconds if not name.startswith(MATMUL)]
+    rows = []
+    for name in dict.fromkeys(result.size for result in results):
+        of_size = [result for result in results if result.size == name]
+        programs = dict.fromkeys(program for result in of_size for program in result.times.seconds)
+        rows += [row(program, of_size) for program in programs if not program.startswith(MATMUL)]
     head = ["model", "threads", "program", "tokens/s (range)", "by processor time (range)"]
-    head += ["speed / framework + (range)", "MFU", "peak GB"]
+    head += ["speed / framework + (range)", "by processor time (range)", "MFU", "peak GB"]
     return markdown(head, rows)
 
 
@@ -313,8 +335,13 @@ def main() -> None:
         return serve(SIZES[options.size[0]], options.serve, kept=kept, threads=options.threads)
     names, turns = (["smoke"], 1) if options.quick else (options.size, options.turns)
     usual = [program for program in PROGRAMS if not (options.quick and program.endswith("-compiled"))]
-    programs = list(dict.fromkeys(["framework", *(options.programs or usual)]))
-    results = [measure(name, programs, turns=turns, threads=options.threads) for name in names]
+    programs = options.programs or usual
+    others = [program for program in programs if program != "framework"] or ["framework"]
+    pairs = [(name, other) for name in names for other in others]
+    results = [
+        measure(name, other, turns=turns, threads=options.threads)
+        for name, other in shown(pairs, "training speed: comparison")
+    ]
     print(table(results))
     if options.json is not None:
         document = [
