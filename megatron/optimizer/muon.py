@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron.config.optimizer import MuonCoefficients, MuonScale
 from megatron.core import collectives
-from megatron.core.distributed.grad_buffer import main_grad_of
 from megatron.core.kernels.float_halves import narrow_
+from megatron.core.main_grad import main_grad_of
 from megatron.core.shard import Shard, shard_of
 from megatron.optimizer.update_rule import FlatStep
 

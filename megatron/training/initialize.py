@@ -43,8 +43,8 @@ from megatron.training.failures import exiting, reason
 
 # A launcher ends all ranks when the first one leaves: seconds that a silent rank leaves to the one that says why.
 _TIME_TO_SPEAK = 5.0
-# The rank that has spoken waits so many seconds to hear whether the others would have said the same. Rank 0 may hold the
-# store that it asks, so it waits as long for the one that asks.
+# The rank that has spoken waits so many seconds to hear whether the others would have said the same. Rank 0 may hold
+# the store that it asks, so it waits as long for the one that asks.
 _TIME_TO_ASK = 2.0
 # Where rank 0 says whose store it is, outside of all prefixes, and in the roll call what it was started with.
 _JOB_OF_RANK_0, _OPTIONS_OF_RANK_0 = "job of rank 0", "options of rank 0"

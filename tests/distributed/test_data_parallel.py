@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from megatron.config.problems import UserError
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.grad_buffer import ALIGNMENT, main_grad_of
+from megatron.core.distributed.grad_buffer import ALIGNMENT
+from megatron.core.main_grad import main_grad_of
 from megatron.optimizer.adam import AdamW
 from tests.distributed.toy_shards import Layout, state_of
 from tests.helpers.distributed import run_distributed
@@ -88,6 +90,23 @@ def test_gradients_add_up_over_micro_batches_and_grad_is_freed() -> None:
         assert_parity(main_grad_of(parameter), other.grad, name)
     chunk.zero_grad_buffer()
     assert all(torch.count_nonzero(main_grad_of(parameter)) == 0 for parameter in model.parameters())
+
+
+def test_what_a_step_has_left_is_in_no_gradient_of_the_next() -> None:
+    """Also not that of a parameter that gets none, nor where it was no number."""
+    model = with_whole_shards(nn.ModuleList(nn.Linear(3, 2, dtype=torch.float64) for _ in range(2)))
+    chunk = data_parallel(model)
+    used, unused = model
+    for buffer in chunk.grad_buffers:
+        for entry in buffer.entries:
+            main_grad_of(entry.parameter).fill_(math.nan)
+    chunk.zero_grad_buffer()
+    used(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
+    chunk.reduce_gradients()
+    assert_bitwise(main_grad_of(used.weight), torch.full((2, 3), 4.0, dtype=torch.float64))
+    (buffer,) = chunk.grad_buffers
+    assert not buffer.gradients.isnan().any()
+    assert all(not main_grad_of(parameter).any() for parameter in unused.parameters())
 
 
 def test_low_precision_micro_batches_are_summed_in_float32() -> None:

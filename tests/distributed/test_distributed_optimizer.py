@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megatron.checkpointing import load_checkpoint, save_checkpoint
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.grad_buffer import ALIGNMENT, main_grad_of
+from megatron.core.distributed.grad_buffer import ALIGNMENT
+from megatron.core.main_grad import main_grad_of
 from megatron.optimizer.optimizer import MegatronOptimizer
 from tests.distributed.toy_shards import Layout, state_of
 from tests.helpers.distributed import run_distributed

@@ -14,7 +14,8 @@ from megatron.core import collectives
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads, non_finite_gradients
-from megatron.core.distributed.grad_buffer import Bucket, main_grad_of
+from megatron.core.distributed.grad_buffer import Bucket
+from megatron.core.main_grad import main_grad_of
 from megatron.core.shard import Init, Shard, set_shard, shard_of, whole_pieces
 from megatron.optimizer.adam import AdamW
 from megatron.optimizer.sgd import SGD

@@ -15,7 +15,8 @@ from megatron.core import collectives
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads, non_finite_gradients
-from megatron.core.distributed.grad_buffer import Bucket, main_grad_of
+from megatron.core.distributed.grad_buffer import Bucket
+from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import ParallelState
 from tests.distributed import toy_shards
 from tests.distributed.toy_shards import Layout, state_of
@@ -302,7 +303,7 @@ def test_a_reduction_that_an_error_has_left_open_is_ended_before_gradients_are_z
     assert late == []
     chunk.zero_grad_buffer()
     assert late == ["written"] * 7
-    assert not any(bucket.gradients.any() for bucket in chunk.buckets)
+    assert not any(main_grad_of(parameter).any() for parameter in chunk.trainable_parameters())
 
 
 def test_the_host_does_not_look_at_gradients_before_the_backward_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from megatron.checkpointing.slices import held_parts
 from megatron.core import collectives
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.grad_buffer import main_grad_of
+from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import ParallelState, build_parallel_state, grid_of_world
 from megatron.core.shard import (
     Init,

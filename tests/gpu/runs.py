@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.grad_buffer import main_grad_of
+from megatron.core.main_grad import main_grad_of
 from megatron.core.shard import shard_of
 from megatron.training.gpt import gpt_datasets, gpt_model
 from megatron.training.pretrain import build_run

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.config.arguments import parse_arguments
 from megatron.config.megatron_config import MegatronConfig
 from megatron.core.collectives import all_gather_
-from megatron.core.distributed.grad_buffer import main_grad_of
+from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import build_parallel_state, grid_of_world
 from megatron.core.shard import Shard, shard_of
 from megatron.training.gpt import gpt_datasets, gpt_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.grad_buffer import main_grad_of
+from megatron.core.main_grad import main_grad_of
 from megatron.optimizer.adam import AdamW
 from megatron.optimizer.sgd import SGD
 from megatron.optimizer.update_rule import UpdateRule

@@ -14,8 +14,8 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.grad_buffer import main_grad_of
 from megatron.core.kernels.float_halves import Halves
+from megatron.core.main_grad import main_grad_of
 from megatron.optimizer.adam import AdamW
 from megatron.optimizer.build import build_optimizer
 from megatron.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler

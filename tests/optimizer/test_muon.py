@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.grad_buffer import main_grad_of
+from megatron.core.main_grad import main_grad_of
 from megatron.core.shard import Init, Shard, even_pieces, set_matrices
 from megatron.optimizer.adam import AdamW
 from megatron.optimizer.grad_scaler import ConstantGradScaler

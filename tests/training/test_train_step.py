@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.pipeline_layout import StageLayout
 from megatron.core.comm_group import CommGroup
-from megatron.core.distributed.grad_buffer import main_grad_of
 from megatron.core.kernels.float_halves import Halves, Numbers
+from megatron.core.main_grad import main_grad_of
 from megatron.core.parallel_state import build_parallel_state
 from megatron.core.rank_grid import RankGrid
 from megatron.core.shard import name_parameters, shard_of

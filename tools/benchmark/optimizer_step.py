@@ -30,7 +30,7 @@ from turns import Timed, cell, markdown, ratios, take_turns, write_json
 
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.grad_buffer import main_grad_of
+from megatron.core.main_grad import main_grad_of
 from megatron.core.shard import Init, Shard, name_parameters, set_shard, shard_of, whole_pieces
 from megatron.optimizer.adam import AdamW
 from megatron.optimizer.grad_scaler import ConstantGradScaler

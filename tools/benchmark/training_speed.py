@@ -4,9 +4,9 @@ python tools/benchmark/training_speed.py --size s384 s768 --threads 1 --json res
 python tools/benchmark/training_speed.py --size s384 --programs framework framework-tp2 framework-dp2
 
 Each program runs in processes of its own, with and without the allocator setting of pretrain_gpt.py, which is one of a
-whole process. The framework, one other and the products of a matmul are started and warmed up, then take turns; what
-waits for its turn uses no processor. Then comes the next other one, as all at once would need 25 GB. Measured are forward,
-backward, clipping and AdamW:
+whole process. The framework, one other and the products of a step are started and warmed up, then take turns; what
+waits for its turn uses no processor. Then comes the next other one, as all at once would need 25 GB. Measured are
+forward, backward, clipping and AdamW:
 
 - framework: the loop of pretrain_gpt.py, hooks and data included; framework-tp2, framework-dp2: two ranks of it over
   gloo, each with the threads of the others (their processor time is that of rank 0)

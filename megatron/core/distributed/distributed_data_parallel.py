@@ -15,8 +15,9 @@ from megatron.config.problems import UserError
 from megatron.core.collectives import Reduction
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.bucket_contents import one_bucket, parameters_by_buffer, several_buckets
-from megatron.core.distributed.grad_buffer import ALIGNMENT, Bucket, BucketContent, GradBuffer, main_grad_of
+from megatron.core.distributed.grad_buffer import ALIGNMENT, Bucket, BucketContent, GradBuffer
 from megatron.core.distributed.replicated_spans import ReplicatedSpans, find_replicated_spans
+from megatron.core.main_grad import main_grad_of
 from megatron.core.shard import shard_of
 
 # NCCL is at its fastest with messages that a large power of two divides, whatever the number of ranks.
@@ -144,7 +145,7 @@ class DistributedDataParallel(nn.Module):
         for bucket in self.buckets:
             bucket.finish_reduction()  # which an error may have left open, and which writes to them
         for buffer in self.grad_buffers:
-            buffer.zero_gradients()
+            buffer.forget_gradients()
         self._reduced.clear()
         self._sums.clear()
 

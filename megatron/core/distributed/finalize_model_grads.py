@@ -38,7 +38,7 @@ from torch import Tensor
 from megatron.core import collectives
 from megatron.core.comm_group import CommGroup
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.grad_buffer import main_grad_of
+from megatron.core.main_grad import main_grad_of
 from megatron.core.shard import shard_of
 
 

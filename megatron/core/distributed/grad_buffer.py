@@ -25,17 +25,13 @@ from megatron.core import collectives
 from megatron.core.collectives import Reduction
 from megatron.core.comm_group import CommGroup
 from megatron.core.kernels.float_halves import Numbers
+from megatron.core.main_grad import forget, main_grad_of
 
 # Each parameter starts on a multiple of this many elements: whole cache lines and whole vectors in any dtype,
 # and any slice of the buffer that is cut on such a boundary is updated with the same bits as the whole.
 ALIGNMENT = 64
 
 NumbersT = TypeVar("NumbersT", bound=Numbers)
-
-
-def main_grad_of(parameter: Tensor) -> Tensor:
-    """The view into the gradient buffer in which the gradient of `parameter` is accumulated."""
-    return cast(Tensor, parameter.main_grad)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +131,8 @@ class Bucket:
 
     def start_reduction(self, op: Reduction) -> None:
         """Begin to reduce the gradients over the data-parallel group; once a step."""
+        for entry in self.entries:
+            main_grad_of(entry.parameter)  # those that got no gradient are zero, see Note [First gradients]
         reduce_ = collectives.reduce_scatter_ if self.sharded else collectives.all_reduce_
         self._reduction = reduce_(self.gradients, self.data_group, op, async_op=True)
 
@@ -242,5 +240,7 @@ class GradBuffer:
         """The parameters in order."""
         return tuple(entry for bucket in self.buckets for entry in bucket.entries)
 
-    def zero_gradients(self) -> None:
-        self.gradients.zero_()
+    def forget_gradients(self) -> None:
+        """Let the gradient of each parameter count as zero, see Note [First gradients] in core/main_grad.py."""
+        for entry in self.entries:
+            forget(entry.parameter)

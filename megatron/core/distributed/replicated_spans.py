@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megatron.core import collectives
-from megatron.core.distributed.grad_buffer import main_grad_of
+from megatron.core.main_grad import main_grad_of
 from megatron.core.shard import Piece, shard_of
 
 

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.collectives import all_gather, all_gather_async, all_reduce_, reduce_scatter_async
 from megatron.core.comm_group import CommGroup
 from megatron.core.kernels.choice import kernel_choice
+from megatron.core.main_grad import main_grad_if_any, takes_first
 from megatron.core.tensor_parallel.mappings import apply_eagerly
 
 # Elements of the scratch of a weight gradient on a CPU, as large as the weights of small models, and those that each
@@ -28,34 +29,34 @@ from megatron.core.tensor_parallel.mappings import apply_eagerly
 _SCRATCH, _PART = 1 << 22, 1 << 16
 
 
-def main_grad_if_any(parameter: Tensor) -> Tensor | None:
-    """The buffer that gradients of `parameter` are added to, if there is one."""
-    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
-    return main_grad
-
-
 def accumulate_weight_gradient(main_grad: Tensor, gradient: Tensor, x: Tensor) -> None:
-    """main_grad += gradient^T x, for gradient [n, out] and x [n, in]."""
-    if kernel_choice().weight_gradients_apart:
-        main_grad.add_(gradient.t().mm(x))
+    """main_grad += gradient^T x, for gradient [n, out] and x [n, in]; written there if it is the first of a step."""
+    first = takes_first(main_grad)
+    if not kernel_choice().weight_gradients_apart:
+        add_product_(main_grad, gradient.t(), x, over=first)
+    elif first:
+        main_grad.copy_(gradient.t().mm(x))
     else:
-        add_product_(main_grad, gradient.t(), x)
+        main_grad.add_(gradient.t().mm(x))
 
 
-def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product_(total: Tensor, left: Tensor, right: Tensor, *, over: bool = False) -> None:
     """total [m, n] += left [m, k] right [k, n], in the dtype of `total`, which may be wider than that of the others.
 
     On CPUs the product itself is rounded to theirs first.
+
+    Args:
+        over: total = left right, whatever it was.
     """
     if total.dtype == right.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, beta=0 if over else 1)
     elif right.is_cpu:
-        _add_rounded_product_(total, left, right)
+        _add_rounded_product_(total, left, right, over=over)
     else:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        torch.addmm(total, left, right, beta=0 if over else 1, out_dtype=total.dtype, out=total)
 
 
-def _add_rounded_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _add_rounded_product_(total: Tensor, left: Tensor, right: Tensor, *, over: bool) -> None:
     """The same on CPUs, for which torch has no wide product of narrow operands.
 
     To widen the operands takes four times as long on a CPU that multiplies bfloat16 itself. The product goes through
@@ -68,7 +69,10 @@ def _add_rounded_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     for run, target in zip(torch.split(left, rows), torch.split(total, rows)):
         product = torch.mm(run, right, out=scratch[: target.shape[0]])
         for sums, terms in zip(torch.split(target.view(-1), part), torch.split(product.view(-1), part)):
-            sums.add_(terms)
+            if over:
+                sums.copy_(terms)
+            else:
+                sums.add_(terms)
 
 
 class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.core.comm_group import CommGroup
+from megatron.core.main_grad import main_grad_if_any, summed
 from megatron.core.shard import Init, Piece, even_pieces
-from megatron.core.tensor_parallel.async_linear import main_grad_if_any, parallel_linear
+from megatron.core.tensor_parallel.async_linear import parallel_linear
 from megatron.core.tensor_parallel.mappings import (
     apply_eagerly,
     reduce_from_tensor_parallel_region,
@@ -167,7 +168,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         (rows,) = ctx.saved_tensors
         # index_put_ adds repeated rows in a fixed order on every device, index_add_ does not.
-        ctx.main_grad.index_put_((rows,), gradient.to(ctx.main_grad.dtype), accumulate=True)
+        summed(ctx.main_grad).index_put_((rows,), gradient.to(ctx.main_grad.dtype), accumulate=True)
         return None, None
 
 

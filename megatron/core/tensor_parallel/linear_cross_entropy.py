@@ -28,7 +28,8 @@ from megatron.core.kernels.cross_entropy import (
     logit_statistics,
 )
 from megatron.core.kernels.dispatch import compute_dtype
-from megatron.core.tensor_parallel.async_linear import accumulate_weight_gradient, add_product_, main_grad_if_any
+from megatron.core.main_grad import main_grad_if_any, summed
+from megatron.core.tensor_parallel.async_linear import accumulate_weight_gradient, add_product_
 from megatron.core.tensor_parallel.cross_entropy import (
     VocabularyColumns,
     token_losses,
@@ -115,13 +116,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The sum over the chunks is wide; on CPUs each term is rounded.
         x_gradient = torch.zeros_like(tokens, dtype=compute_dtype(x)) if needs_x else None
         weight_gradient = torch.zeros_like(weight) if needs_weight and ctx.main_grad is None else None
-        accumulated = ctx.main_grad if weight_gradient is None else weight_gradient
+        accumulated = summed(ctx.main_grad) if needs_weight and weight_gradient is None else weight_gradient
         for rows in _chunks(tokens, columns.valid):
             logits = tokens @ weight[rows].t()  # [n, c]
             logit_gradient(logits, own_target - rows.start, needed, valid=logits.shape[1], out=logits)
             if x_gradient is not None:
                 add_product_(x_gradient, logits, weight[rows])
-            if needs_weight:
+            if accumulated is not None:
                 accumulate_weight_gradient(accumulated[rows], logits, tokens)
         if x_gradient is not None:
             x_gradient = x_gradient.to(x.dtype).view(whole.shape)  # [s, b, h], a partial sum
