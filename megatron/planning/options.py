@@ -130,6 +130,17 @@ def changes(config: MegatronConfig) -> Iterator[Change]:
         flags = ("--use-distributed-optimizer",)
         sharded = {"use_distributed_optimizer": True}
         yield _change("distributed optimizer", config, flags, 0.0, data_parallel=sharded)
+    optimizer = config.optimizer
+    if optimizer.precision == "bf16" and optimizer.optimizer == "adam" and not optimizer.use_precision_aware_optimizer:
+        flags = (
+            "--use-precision-aware-optimizer",
+        )  # the same weights in fewer bytes; narrower moments are not the same
+        aware = {"use_precision_aware_optimizer": True}
+        yield _change("weights in halves", config, flags, 0.0, optimizer=aware)
+    if not model.fuses_output_layer:
+        flags = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "linear")
+        in_chunks = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
+        yield _change("loss without logits", config, flags, _output_share(config), model=in_chunks)
     if training.micro_batch_size % 2 == 0:
         size = training.micro_batch_size // 2
         halved = {"micro_batch_size": size, "global_batch_size": batch}
@@ -188,6 +199,19 @@ def _core_share(config: MegatronConfig) -> float:
     return core / (3 * (core + model.attention_weights + model.mlp_weights))
 
 
+def _output_share(config: MegatronConfig) -> float:
+    """The logits once more, as a share of the three passes of the model."""
+    model = config.model
+    output = model.hidden_size * _assumed_vocabulary(config)
+    core = 2 * model.query_size * config.data.seq_length
+    return output / (3 * (output + model.num_layers * (core + model.attention_weights + model.mlp_weights)))
+
+
+def _assumed_vocabulary(config: MegatronConfig) -> int:
+    """For the sake of costs; a tokenizer that has a file does not say its size in the configuration."""
+    return config.padded_vocab_size(config.tokenizer.vocab_size or 1)
+
+
 def _bubble(config: MegatronConfig) -> float:
-    layout = pipeline_layout(config.model, config.parallel, config.padded_vocab_size(config.tokenizer.vocab_size or 1))
+    layout = pipeline_layout(config.model, config.parallel, _assumed_vocabulary(config))
     return simulate(plans_of_step(config, layout), num_chunks=layout.num_chunks).bubble_fraction

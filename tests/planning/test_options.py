@@ -25,13 +25,13 @@ def config_of(*flags: str, implied_batch: bool) -> MegatronConfig:
 
 @pytest.mark.parametrize("implied_batch", [True, False])
 def test_the_flags_of_a_change_give_the_configuration_that_it_reckons_with(implied_batch: bool) -> None:
-    config = config_of(implied_batch=implied_batch)
+    config = config_of("--bf16", implied_batch=implied_batch)
     found = list(changes(config))
-    assert len(found) == 7
+    assert len(found) == 9
     for change in found:
-        given = config_of(*change.flags, implied_batch=implied_batch)
+        given = config_of("--bf16", *change.flags, implied_batch=implied_batch)
         assert given.global_batch_size == config.global_batch_size, change.names
-        for section in ("model", "parallel", "data_parallel", "training"):
+        for section in ("model", "parallel", "data_parallel", "training", "optimizer"):
             assert getattr(given, section) == getattr(change.config, section), (change.names, section)
 
 
@@ -46,7 +46,13 @@ def test_two_changes_go_together_where_the_flags_of_one_depend_on_the_other() ->
 
 
 SELECTIVE = ("--recompute-activations", "--recompute-modules", "core_attn", "mlp")
-GIVEN: list[tuple[str, ...]] = [(), SELECTIVE, ("--recompute-granularity", "selective"), ("--sequence-parallel",)]
+GIVEN: list[tuple[str, ...]] = [
+    (),
+    ("--bf16",),
+    SELECTIVE,
+    ("--recompute-granularity", "selective"),
+    ("--sequence-parallel",),
+]
 
 
 def without(given: tuple[str, ...], left_out: tuple[str, ...]) -> list[str]:
@@ -79,7 +85,7 @@ def test_the_program_takes_the_flags_of_each_proposal_as_they_are_printed(
         assert str(run).startswith(" ".join(run.change.flags))
         assert all(name in str(run) for name in run.change.left_out)
         parsed = config_of(*line, *run.change.flags, implied_batch=False)
-        for section in ("model", "parallel", "data_parallel", "training"):
+        for section in ("model", "parallel", "data_parallel", "training", "optimizer"):
             assert getattr(parsed, section) == getattr(run.change.config, section), str(run)
 
 
@@ -99,6 +105,17 @@ def test_a_proposal_spares_more_than_all_that_are_cheaper(available: int) -> Non
     needed = [run.bytes for run in by_cost]
     assert len(runs) > 2
     assert needed == sorted(set(needed), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"), [("loss without logits", ("--vocab-size", "30000")), ("weights in halves", ("--bf16",))]
+)
+def test_what_needs_most_is_what_the_first_proposals_make_smaller(name: str, flags: tuple[str, ...]) -> None:
+    """Logits of a large vocabulary; the optimizer of a bf16 run."""
+    config = tiny_config("--micro-batch-size", "2", *flags)
+    vocab_size = 30000 if "--vocab-size" in flags else VOCAB
+    runs = cheapest_that_fit(config, vocab_size=vocab_size, available=0)
+    assert any(name in run.change.names for run in runs)
 
 
 @pytest.mark.parametrize(("dropout", "proposed"), [("0", False), ("0.1", True)])
