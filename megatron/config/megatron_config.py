@@ -229,7 +229,8 @@ class MegatronConfig:
         if model.fast_attention_dropout:
             yield (
                 f"--attention-dropout {dropout} is drawn by torch's attention kernel (--fast-attention-dropout): its "
-                "masks follow from --seed, but depend on --tensor-model-parallel-size and --micro-batch-size"
+                "masks follow from --seed, but depend on --tensor-model-parallel-size and --micro-batch-size; on CPUs "
+                "that kernel keeps its attention weights, so only GPUs spare memory"
             )
             return
         heads, length = model.num_attention_heads // self.parallel.tensor_model_parallel_size, self.data.seq_length
@@ -240,13 +241,13 @@ class MegatronConfig:
             f"--attention-dropout {dropout} takes the explicit path, so that its masks do not depend on the layout"
         )
         if "core_attn" in model.recomputed_modules or model.recompute_granularity == "full":
-            yield f"{explicit}: no flash kernel runs; --attention-dropout 0 or --fast-attention-dropout lets it"
+            yield f"{explicit}: no flash kernel runs; --attention-dropout 0 or --fast-attention-dropout (GPUs) lets it"
             return
         yield (
             f"{explicit}: no flash kernel runs, and each layer keeps {kept / 1e6:,.1f} MB of attention weights for the "
             f"backward pass of a micro-batch ({heads} heads x {length} x {length} x {training.micro_batch_size} "
-            f"samples x {bytes_per_weight} bytes); --attention-dropout 0 or --fast-attention-dropout spares both, "
-            "--recompute-activations the memory"
+            f"samples x {bytes_per_weight} bytes); --attention-dropout 0 or, on GPUs, --fast-attention-dropout spares "
+            "both, --recompute-activations the memory"
         )
 
     def _scaling_notes(self) -> Iterator[str]:
@@ -270,7 +271,8 @@ class MegatronConfig:
     def _recompute_notes(self) -> Iterator[str]:
         """Recomputation that spares nothing, or next to nothing."""
         model, parallel = self.model, self.parallel
-        if "core_attn" in model.recomputed_modules and not model.computes_attention_weights(training=True):
+        fused = model.attention_dropout == 0 and not model.computes_attention_weights(training=True)
+        if "core_attn" in model.recomputed_modules and fused:
             yield (
                 "--recompute-granularity selective computes the core of attention again, which runs in a fused kernel: "
                 "that keeps no attention weights and computes them again by itself, so no more than its output is "
