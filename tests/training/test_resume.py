@@ -438,6 +438,9 @@ def test_tensorboard_shows_each_step_once_after_a_resume(step: int, tmp_path: Pa
     ]
     saved = str(tmp_path / "saved")
     trained(*common, "--save", saved, "--exit-interval", "10")
+    time.sleep(
+        1.1
+    )  # TensorBoard reads the files in the order of their names, which begin with the second of their start
     trained(*common, "--load", saved, "--ckpt-step", str(step), "--save", str(tmp_path / "saved again"))
     seen = points(tmp_path / "log")
     assert [at for at, _ in seen["lm loss"]] == list(range(1, 13))
