@@ -271,12 +271,12 @@ class MegatronConfig:
     def _recompute_notes(self) -> Iterator[str]:
         """Recomputation that spares nothing, or next to nothing."""
         model, parallel = self.model, self.parallel
-        fused = model.attention_dropout == 0 and not model.computes_attention_weights(training=True)
-        if "core_attn" in model.recomputed_modules and fused:
+        if "core_attn" in model.recomputed_modules and not model.computes_attention_weights(training=True):
+            where = "on GPUs runs" if model.fast_attention_dropout else "runs"
             yield (
-                "--recompute-granularity selective computes the core of attention again, which runs in a fused kernel: "
-                "that keeps no attention weights and computes them again by itself, so no more than its output is "
-                "spared, for the time of its forward; --recompute-modules layernorm mlp, or --recompute-granularity "
+                f"--recompute-granularity selective computes the core of attention again, which {where} in a fused "
+                "kernel: that keeps no attention weights and computes them again by itself, so no more than its output "
+                "is spared, for the time of its forward; --recompute-modules layernorm mlp, or --recompute-granularity "
                 "full, spare more"
             )
         whole = model.recompute_method == "uniform" and model.num_layers <= (model.recompute_num_layers or 0)

@@ -4,7 +4,7 @@ Note [First gradients]
 ~~~~~~~~~~~~~~~~~~~~~~
 At the beginning of a step the sums are forgotten, not zeroed: what is in a forgotten one counts as zero. The product
 that is the first weight gradient of a step is written over it (`takes_first`), which spares a pass that writes zeros
-and the reading of them, 4 % of a step with few tokens a weight. Whoever reads a sum or adds to a part of it takes it by
+and the reading of them. Whoever reads a sum or adds to a part of it takes it by
 `main_grad_of` or `summed`, which make the zeros. A bucket does this for all of its parameters before it is reduced, so
 that what is read in one piece, by collectives and the optimizer, are sums.
 """

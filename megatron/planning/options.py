@@ -132,9 +132,8 @@ def changes(config: MegatronConfig) -> Iterator[Change]:
         yield _change("distributed optimizer", config, flags, 0.0, data_parallel=sharded)
     optimizer = config.optimizer
     if optimizer.precision == "bf16" and optimizer.optimizer == "adam" and not optimizer.use_precision_aware_optimizer:
-        flags = (
-            "--use-precision-aware-optimizer",
-        )  # the same weights in fewer bytes; narrower moments are not the same
+        # Narrower moments would spare more, but change what is trained.
+        flags = ("--use-precision-aware-optimizer",)
         aware = {"use_precision_aware_optimizer": True}
         yield _change("weights in halves", config, flags, 0.0, optimizer=aware)
     if not model.fuses_output_layer:

@@ -539,7 +539,8 @@ def test_the_price_of_attention_dropout_is_known_at_the_start(parse: Parse) -> N
 @pytest.mark.parametrize(
     "line, note",
     [
-        ("--recompute-activations --attention-dropout 0", "keeps no attention weights"),
+        ("--recompute-activations --attention-dropout 0", "which runs in a fused kernel: that keeps no attention"),
+        ("--recompute-activations --attention-dropout 0.1 --fast-attention-dropout", "which on GPUs runs in a fused"),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 8", "spares nothing"),
     ],
 )
