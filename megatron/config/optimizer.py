@@ -20,6 +20,8 @@ MuonScale = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 MuonCoefficients = Literal["quintic", "simple"]
 StateType = Literal["fp32", "bf16"]
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+# The loss is multiplied by the scale and gradients by its reciprocal, in fp32: neither may lose bits or be infinite.
+_LEAST_LOSS_SCALE, _LARGEST_LOSS_SCALE = 2.0**-126, 2.0**126
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -393,13 +395,28 @@ class OptimizerConfig:
                     rule=f"belongs to the dynamic loss scale, and --loss-scale {self.loss_scale} fixes it",
                     works=f"one of --loss-scale and {name}",
                 )
-        if self.initial_loss_scale < self.min_loss_scale:
+        scales = {name: given[name] for name in ("--loss-scale", "--initial-loss-scale", "--min-loss-scale")}
+        unfit = [name for name, scale in scales.items() if scale is not None and not _is_loss_scale(scale)]
+        if self.precision == "fp16":
+            for name in unfit:
+                yield Problem(
+                    flags=(name,),
+                    value=scales[name],
+                    rule="it and its reciprocal must be normal numbers of fp32: from 2^-126 = "
+                    f"{_LEAST_LOSS_SCALE:.3g} to 2^126 = {_LARGEST_LOSS_SCALE:.3g}",
+                    works=f"{name} 4096; or leave it out",
+                )
+        if not unfit and self.initial_loss_scale < self.min_loss_scale:
             yield Problem(
                 flags=("--initial-loss-scale", "--min-loss-scale"),
                 value=self.initial_loss_scale,
                 rule=f"must not be less than --min-loss-scale {self.min_loss_scale}",
                 works=f"--initial-loss-scale {self.min_loss_scale} or more",
             )
+
+
+def _is_loss_scale(scale: float) -> bool:
+    return _LEAST_LOSS_SCALE <= scale <= _LARGEST_LOSS_SCALE
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import isfinite
 from types import FrameType
 from typing import Any
 
 import torch
 
+from megatron.config.optimizer import OptimizerConfig
 from megatron.core.collectives import all_gather_object, all_reduce_
 from megatron.training.checkpoints import save_run
 from megatron.training.failures import LauncherGone, NonFiniteError
@@ -151,9 +153,25 @@ class StopOnNaN(Hook):
             f"iteration {report.iteration}: the gradient norm is {report.grad_norm}"
             + "".join(f", {name} {loss}" for name, loss in losses.items())
             + (f"; gradients were not finite, before any reduction, on {_some(faults, '; ')}" if faults else "")
-            + "; the weights were not updated. Resume from the last checkpoint with a lower --lr or more warm-up, "
-            "or skip such iterations with --no-check-for-nan-in-loss-and-grad"
+            + f"; the weights were not updated. {_remedy(run.config.optimizer, report, losses)}"
         )
+
+
+def _remedy(optimizer: OptimizerConfig, report: StepReport, losses: Mapping[str, float]) -> str:
+    """What to change before the next try."""
+    otherwise = "with a lower --lr or more warm-up, or skip such iterations with --no-check-for-nan-in-loss-and-grad"
+    if optimizer.precision != "fp16" or not all(map(isfinite, losses.values())):
+        return f"Resume from the last checkpoint {otherwise}"
+    # The losses are finite in fp32; their gradients, in float16, go to 65504.
+    flag, dynamic = "--min-loss-scale", "keeps the dynamic loss scale from going below it"
+    if optimizer.loss_scale is not None:
+        flag, dynamic = "--loss-scale", "is fixed; without the flag an overflow lowers it"
+    smaller = min(report.loss_scale / 2, 4096.0)
+    return (
+        f"The losses being finite, a loss scale of {report.loss_scale} may be too large for gradients in float16, and "
+        f"{flag} {dynamic}: try {flag} {smaller} or less. If that does not help, resume from the last checkpoint "
+        f"{otherwise}"
+    )
 
 
 def _some(names: Sequence[str], separator: str = ", ") -> str:

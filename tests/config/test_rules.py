@@ -391,6 +391,23 @@ def test_what_keeps_the_rules_is_accepted(parse: Parse, line: str, world_size: i
     parse(line, world_size=world_size)
 
 
+@pytest.mark.parametrize("flag", ["--loss-scale", "--initial-loss-scale", "--min-loss-scale"])
+@pytest.mark.parametrize("scale", ["1e-310", str(2.0**-127), str(2.0**127), "1e+39"])
+def test_a_loss_scale_that_fp32_cannot_multiply_with_or_divide_by_is_refused(
+    flag: str, scale: str, refused: Refused, parse: Parse
+) -> None:
+    text = refused(f"--fp16 {flag} {scale}")
+    assert f"{flag} {scale}: it and its reciprocal must be normal numbers of fp32" in text
+    assert f"Works: {flag} 4096; or leave it out" in text
+    parse(f"--fp16 {flag} 4096")
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**126])
+def test_the_outermost_loss_scales_are_taken(scale: float, parse: Parse) -> None:
+    assert parse(f"--fp16 --loss-scale {scale}").optimizer.loss_scale == scale
+    parse(f"--fp16 --initial-loss-scale {scale} --min-loss-scale {2.0**-126}")
+
+
 def test_all_problems_are_reported_at_once(refused: Refused) -> None:
     text = refused(
         "--hidden-size 60 --tensor-model-parallel-size 3 --lr 1e-3x --train-samples 7 --num-experts 8 "

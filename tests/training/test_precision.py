@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.data.batches import GPTBatch
 from megatron.model import gpt_model
 from megatron.model.rotary import RotaryTable, rotary_table
+from megatron.training.failures import NonFiniteError
 from megatron.training.pretrain import train
 from megatron.training.train_step import train_step
 from pretrain_gpt import forward_step
@@ -168,6 +169,28 @@ def test_the_loss_scale_and_its_counters_survive_a_resume(tmp_path: Path) -> Non
     assert len({step.loss_scale for step in straight.steps}) > 2
 
 
+@pytest.mark.parametrize(
+    "flags, advice",
+    [
+        (("--loss-scale", "1e30"), "--loss-scale is fixed; without the flag an overflow lowers it: try --loss-scale"),
+        (
+            ("--min-loss-scale", "1e30", "--initial-loss-scale", "1e30"),
+            "--min-loss-scale keeps the dynamic loss scale from going below it: try --min-loss-scale",
+        ),
+    ],
+)
+def test_a_loss_scale_that_cannot_go_lower_is_named_when_gradients_overflow_and_the_advice_works(
+    flags: tuple[str, ...], advice: str
+) -> None:
+    with pytest.raises(NonFiniteError, match=r"a loss scale of 1e\+30 may be too large for gradients") as caught:
+        trained("--fp16", *flags)
+    _, advised, rest = str(caught.value).partition(advice)
+    assert advised
+    smaller = rest.split()[0]
+    _, recorder = trained("--fp16", flags[0], smaller, *("--initial-loss-scale", smaller)[: len(flags) - 2])
+    assert all(step.applied for step in recorder.steps)
+
+
 # ---- not finite ----
 
 POISONED_SAMPLE = 9  # of the second iteration; on the second of two data-parallel ranks
@@ -211,7 +234,7 @@ def test_a_nan_loss_of_the_last_stage_stops_all_stages(precision: str, tmp_path:
         folder=tmp_path,
     ).wait(30)
     assert outcome.codes == [2, 2]
-    assert any("the weights were not updated" in text for text in outcome.err)
+    assert any("the weights were not updated. Resume from" in text for text in outcome.err), "no advice on a loss scale"
 
 
 def test_a_nan_that_does_not_stop_the_run_is_printed_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
