@@ -32,6 +32,10 @@ class CommGroup:
         """A group of one rank: all collectives over it are the identity."""
         return cls(name=name, ranks=(global_rank,), rank=0)
 
+    def leave(self) -> None:
+        """Let go of the communicator, which nothing else may hold: it can then end while Python still runs."""
+        object.__setattr__(self, "process_group", None)
+
     @property
     def size(self) -> int:
         return len(self.ranks)

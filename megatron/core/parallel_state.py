@@ -54,6 +54,12 @@ class ParallelState:
         """One process that is the whole world; needs no `torch.distributed`."""
         return build_parallel_state(RankGrid(), rank=0)
 
+    def leave(self) -> None:
+        """Let go of all communicators: nothing can be sent over these groups any more."""
+        along_axes = [group for group in vars(self).values() if isinstance(group, CommGroup)]
+        for group in [*along_axes, *self.channels.values()]:
+            group.leave()
+
     def __str__(self) -> str:
         return describe_groups(self.grid, self.nodes)
 
@@ -173,8 +179,10 @@ def grid_of_world(
 
 
 def destroy_model_parallel() -> None:
-    """Forget the groups; the communicators go with `torch.distributed.destroy_process_group`."""
+    """Leave the groups and forget them; their communicators go with `torch.distributed.destroy_process_group`."""
     global _parallel_state
+    if _parallel_state is not None:
+        _parallel_state.leave()
     _parallel_state = None
 
 

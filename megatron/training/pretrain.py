@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.config.arguments import ExtraArgsProvider
 from megatron.core.collectives import barrier
+from megatron.core.parallel_state import destroy_model_parallel
 from megatron.optimizer.build import build_optimizer
 from megatron.optimizer.param_scheduler import OnLoad, build_param_scheduler
 from megatron.training.checkpoints import load_run, open_checkpoint, progress_of
@@ -70,6 +71,8 @@ def pretrain(
         with context.exiting():
             run = _pretrain(context, datasets_provider, model_provider, forward_step)
         if dist.is_initialized():
+            # Threads of communicators that outlive Python would wait for an interpreter that is gone, and abort.
+            destroy_model_parallel()
             dist.destroy_process_group()
         return run
     return _pretrain(context, datasets_provider, model_provider, forward_step)

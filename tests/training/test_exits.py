@@ -12,10 +12,12 @@ import pytest
 
 from megatron.checkpointing import read_tracker
 from megatron.training.failures import LauncherGone
-from megatron.training.pretrain import train
+from megatron.training.gpt import gpt_datasets, gpt_model
+from megatron.training.pretrain import pretrain, train
 from megatron.training.run import Hook, Run
-from tests.helpers.launch import Launched, launch_tiny, rows_of
-from tests.helpers.tiny import context_of_rank, tiny_config
+from pretrain_gpt import forward_step
+from tests.helpers.launch import Launched, launch, launch_tiny, rows_of
+from tests.helpers.tiny import TINY_GPT, context_of_rank, tiny_config
 from tests.training.runs import build, trained
 
 
@@ -177,3 +179,20 @@ def test_an_interrupt_is_said_in_one_line(tmp_path: Path) -> None:
     said = "".join(outcome.err)
     assert said.count("interrupted; the last checkpoint stays as it is\n") == 1
     assert "Traceback" not in said
+
+
+def pretrain_and_name_threads() -> None:
+    run = pretrain(gpt_datasets, gpt_model, forward_step)
+    threads = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    print(f"after iteration {run.progress.iteration}, threads:", *threads)
+
+
+def test_no_thread_of_a_communicator_outlives_the_run(tmp_path: Path) -> None:
+    """One that frees a tensor while Python ends would abort the program, with all its work done."""
+    layout = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+    done = launch(
+        pretrain_and_name_threads, [*TINY_GPT, *layout, "--train-iters", "1"], ranks=4, folder=tmp_path
+    ).wait()
+    for out in done.check().out:
+        said = out[out.index("after iteration 1, threads:") :]
+        assert "gloo" not in said, said

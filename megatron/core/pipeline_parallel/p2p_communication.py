@@ -105,9 +105,7 @@ class PipelineCommunicator:
         self.dtype = dtype
         self.device = device
         self.channels = {
-            pair: channels[pair].process_group
-            for pair in stage_channels(group.size, circular=num_chunks > 1)
-            if group.rank in pair
+            pair: channels[pair] for pair in stage_channels(group.size, circular=num_chunks > 1) if group.rank in pair
         }
         self._connect()
         self._plans: Plan = ()
@@ -122,9 +120,9 @@ class PipelineCommunicator:
         for (source, destination), channel in self.channels.items():
             token = torch.zeros(1, device=self.device)
             if self.group.rank == source:
-                dist.send(token, self.group.ranks[destination], group=channel)
+                dist.send(token, self.group.ranks[destination], group=channel.process_group)
             else:
-                dist.recv(token, self.group.ranks[source], group=channel)
+                dist.recv(token, self.group.ranks[source], group=channel.process_group)
 
     def exchange(self, plans: Plan) -> Exchange:
         """The messages of one run of `plans`. Worked out once for steps that run the same plans."""
@@ -184,7 +182,7 @@ class Exchange:
                 message = messages.popleft()
                 buffer = torch.empty(communicator.hidden_shape, dtype=communicator.dtype, device=communicator.device)
                 channel = communicator.channels[source, self._stage]
-                work = dist.irecv(buffer, communicator.group.ranks[source], group=channel)
+                work = dist.irecv(buffer, communicator.group.ranks[source], group=channel.process_group)
                 assert work is not None
                 self._posted[message.action] = _Posted(message=message, buffer=buffer, work=work)
 
@@ -209,7 +207,7 @@ class Exchange:
             return
         data = data.contiguous()
         channel = self._communicator.channels[self._stage, destination]
-        work = dist.isend(data, self._communicator.group.ranks[destination], group=channel)
+        work = dist.isend(data, self._communicator.group.ranks[destination], group=channel.process_group)
         assert work is not None
         message = self._to_send[destination][needing]
         self._sent[destination].append(_Sent(message=message, data=data, work=work))
