@@ -133,7 +133,8 @@ def _compile_layers(module: nn.Module) -> None:
             f"layers_to_compile() that returns them, or leave the flag out"
         )
     for layer in module.layers_to_compile():
-        layer.compile()
+        # The places where all linear layers and collectives break the graph compile once for each of their uses.
+        layer.compile(recompile_limit=64)
 
 
 def _check_matrices(context: MegatronContext, modules: Sequence[nn.Module]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tests.helpers.numerics import PARITY_FP32
 from tests.helpers.tiny import context_of_rank, tiny_config
 from tests.parity.layouts import DATA_PARALLELISM
 from tests.training.pretrain_mine import MyModel, my_arguments, my_datasets, my_forward_step
+from tests.training.runs import trained
 
 ARGUMENTS = [
     *("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "1", "--seq-length", "8"),
@@ -129,7 +131,7 @@ def test_a_model_that_names_no_layers_is_not_compiled() -> None:
 
 def test_the_layers_that_a_model_names_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[nn.Module] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **settings: compiled.append(module))
     run = run_of(ToldModel, "--torch-compile")
     model = run.chunks[0].module
     assert isinstance(model, ToldModel)
@@ -138,7 +140,7 @@ def test_the_layers_that_a_model_names_are_compiled(monkeypatch: pytest.MonkeyPa
 
 def compiled_on_ranks(rank: int, world_size: int, *arguments: str) -> list[float]:
     compile_module = nn.Module.compile
-    nn.Module.compile = lambda module: compile_module(module, backend="eager")  # type: ignore[assignment,method-assign,misc]
+    nn.Module.compile = partialmethod(compile_module, backend="eager")  # type: ignore[assignment,method-assign]
     run = run_of(ToldModel, "--train-iters", "3", *arguments, rank=rank, world_size=world_size)
     losses: list[float] = []
 
@@ -158,3 +160,18 @@ def test_compiled_layers_wait_for_their_parameters() -> None:
     assert len(plain[0]) == 3
     for losses, expected in zip(compiled, plain):
         assert losses == pytest.approx(expected, rel=PARITY_FP32)
+
+
+def compiled_without_giving_up(rank: int, world_size: int) -> None:
+    nn.Module.compile = partialmethod(nn.Module.compile, backend="eager")  # type: ignore[assignment,method-assign]
+    import torch._dynamo.config as dynamo  # takes seconds
+
+    dynamo.fail_on_recompile_limit_hit = True
+    evaluation = ("--eval-iters", "1", "--eval-interval", "1")
+    dropout = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+    layout = ("--tensor-model-parallel-size", "2", "--torch-compile")
+    trained(*layout, *dropout, *evaluation, "--train-iters", "1", rank=rank, world_size=world_size)
+
+
+def test_all_that_breaks_the_graph_is_compiled_for_each_of_its_uses() -> None:
+    run_distributed(compiled_without_giving_up, 2)
