@@ -126,17 +126,29 @@ class OptimizerConfig:
             "bits beside each, without loss; the moments as --exp-avg-dtype and --exp-avg-sq-dtype say."
         ),
     )
-    main_grads_dtype: StateType = field(
-        default="fp32",
-        metadata=flag("Type of the gradients that are summed and reduced, with --use-precision-aware-optimizer."),
+    main_grads_dtype: StateType | None = field(
+        default=None,
+        metadata=flag(
+            "Type of the gradients that are summed and reduced, with --use-precision-aware-optimizer; fp32 when not "
+            "given, or as --grad-reduce-in-bf16 and --fp64 say.",
+            meaning="grad_dtype",
+        ),
     )
-    exp_avg_dtype: StateType = field(
-        default="fp32",
-        metadata=flag("Type of the first moment, with --use-precision-aware-optimizer.", later=("fp16", "fp8")),
+    exp_avg_dtype: StateType | None = field(
+        default=None,
+        metadata=flag(
+            "Type of the first moment, with --use-precision-aware-optimizer; fp32 when not given, or fp64 with --fp64.",
+            later=("fp16", "fp8"),
+            meaning="narrow_states",
+        ),
     )
-    exp_avg_sq_dtype: StateType = field(
-        default="fp32",
-        metadata=flag("Type of the second moment, with --use-precision-aware-optimizer.", later=("fp16", "fp8")),
+    exp_avg_sq_dtype: StateType | None = field(
+        default=None,
+        metadata=flag(
+            "Type of the second moment, with --use-precision-aware-optimizer; fp32 when not given, or fp64 with --fp64.",
+            later=("fp16", "fp8"),
+            meaning="narrow_states",
+        ),
     )
     loss_scale: float | None = field(
         default=None, metadata=flag("Fixed loss scale with --fp16; dynamic when not given.", above=0, usual=4096.0)
@@ -243,19 +255,33 @@ class OptimizerConfig:
             "--exp-avg-sq-dtype": self.exp_avg_sq_dtype,
         }
         for name, dtype in types.items():
-            if dtype != "fp32" and not self.use_precision_aware_optimizer:
+            if dtype == "bf16" and not self.use_precision_aware_optimizer:
                 yield Problem(
                     flags=(name, aware),
                     value=dtype,
                     rule=f"belongs to {aware}",
                     works=f"{aware} {name} {dtype}; or leave out {name}",
                 )
+            elif dtype == "fp32" and self.precision == "fp64":
+                yield Problem(
+                    flags=(name, "--fp64"),
+                    value=dtype,
+                    rule="is less than fp64, which --fp64 asks for",
+                    works=f"leave out {name}; or --fp64",
+                )
+        if self.main_grads_dtype == "fp32" and self.grad_reduce_in_bf16:
+            yield Problem(
+                flags=("--main-grads-dtype", "--grad-reduce-in-bf16"),
+                value="fp32",
+                rule="and --grad-reduce-in-bf16 ask for opposite things",
+                works="one of the two",
+            )
         if self.main_grads_dtype == "bf16" and self.precision != "bf16":
             yield Problem(
                 flags=("--main-grads-dtype", "--bf16"),
                 value="bf16",
                 rule=f"is the type of a model in bf16, and the precision is {self.precision}",
-                works="--bf16; or --main-grads-dtype fp32",
+                works="--bf16; or leave out --main-grads-dtype",
             )
 
     def _muon_problems(self) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ import torch
 
 from megatron.config import ConfigError, TransformerConfig, parse_arguments
 from megatron.config.data import Blend, parse_blend
-from megatron.config.megatron_config import all_options
+from megatron.config.megatron_config import all_options, difference
 from megatron.config.tokenizer import TokenizerConfig
 from tests.config.conftest import Parse, Refused, command_line
 
@@ -79,6 +79,14 @@ REFUSED = [
         None,
         ["--accumulate-allreduce-grads-in-fp32", "--main-grads-dtype bf16 ask for opposite things"],
     ),
+    (
+        "--use-precision-aware-optimizer --main-grads-dtype fp32 --bf16 --grad-reduce-in-bf16",
+        "",
+        None,
+        ["--main-grads-dtype fp32 and --grad-reduce-in-bf16 ask for opposite things"],
+    ),
+    ("--main-grads-dtype fp32 --fp64", "", None, ["--main-grads-dtype fp32: is less than fp64"]),
+    ("--exp-avg-dtype fp32 --fp64", "", None, ["--exp-avg-dtype fp32: is less than fp64"]),
     (
         "--use-precision-aware-optimizer --bf16 --kernels apex",
         "",
@@ -406,6 +414,28 @@ def test_a_loss_scale_that_fp32_cannot_multiply_with_or_divide_by_is_refused(
 def test_the_outermost_loss_scales_are_taken(scale: float, parse: Parse) -> None:
     assert parse(f"--fp16 --loss-scale {scale}").optimizer.loss_scale == scale
     parse(f"--fp16 --initial-loss-scale {scale} --min-loss-scale {2.0**-126}")
+
+
+@pytest.mark.parametrize(
+    "line, dtype",
+    [
+        ("--main-grads-dtype bf16 --grad-reduce-in-bf16", torch.bfloat16),
+        ("--main-grads-dtype bf16", torch.bfloat16),
+        ("--grad-reduce-in-bf16", torch.bfloat16),
+        ("--main-grads-dtype fp32 --accumulate-allreduce-grads-in-fp32", torch.float32),
+        ("", torch.float32),
+    ],
+)
+def test_flags_that_agree_on_the_type_of_gradients_are_honoured(line: str, dtype: torch.dtype, parse: Parse) -> None:
+    config = parse(f"--bf16 --use-precision-aware-optimizer {line}")
+    assert config.optimizer.grad_dtype == dtype
+
+
+def test_saying_the_types_that_hold_anyway_changes_nothing_on_a_resume(parse: Parse) -> None:
+    said = "--main-grads-dtype fp32 --exp-avg-dtype fp32 --exp-avg-sq-dtype fp32"
+    assert difference(parse(), parse(said)) == []
+    changed = difference(parse(), parse("--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16"))
+    assert [change.flag for change in changed] == ["--precision", "--use-precision-aware-optimizer", "--exp-avg-dtype"]
 
 
 def test_all_problems_are_reported_at_once(refused: Refused) -> None:
