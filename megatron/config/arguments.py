@@ -178,7 +178,10 @@ class _Given:
 
 @dataclass(kw_only=True, slots=True)
 class _Reader:
-    """Collects values, problems and notes over all sources, the weakest source first."""
+    """Collects values, problems and notes over all sources, the weakest source first.
+
+    broken: flags without a known value. disputed: options that a source gives several values, each but the first here.
+    """
 
     extra_options: Mapping[str, str]
     given: dict[str, _Given] = field(default_factory=dict)
@@ -186,6 +189,7 @@ class _Reader:
     notes: list[str] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
+    disputed: list[tuple[Option, Any]] = field(default_factory=list)
     extra_words: list[str] = field(default_factory=list)
     accepted: list[tuple[KnownFlag, str]] = field(default_factory=list)
 
@@ -283,7 +287,7 @@ class _Reader:
             works = f"one of the two; {option.name} says the same in full"
             given = " ".join(group.words)
             self.problems.append(Problem(flags=(group.shown, before.flag), value=given, rule=rule, works=works))
-            self.broken |= option.names
+            self.disputed.append((option, value))
             return
         source[option.field] = _Given(value=value, flag=group.name, origin=group.origin)
         if _normal(group.name) in option.flag.aliases:
@@ -363,11 +367,25 @@ class _Reader:
             return config
 
     def all_problems(self, config: MegatronConfig, *, purpose: Purpose, check_files: bool) -> list[Problem]:
-        """Problems of reading, then those of the rules whose flags could all be read."""
+        """Problems of reading, then those of the rules whose flags could all be read.
+
+        A rule about a flag with several values is broken where it is with each of them.
+        """
+        broken_rules = without_flags(self._rules(config, purpose, check_files), self.broken)
+        for option, value in self.disputed:
+            section = replace(getattr(config, option.section), **{option.field: value})
+            rules = self._rules(replace(config, **{option.section: section}), purpose, check_files=False)
+            also = {problem.flags for problem in rules}
+            broken_rules = [
+                problem for problem in broken_rules if option.names.isdisjoint(problem.flags) or problem.flags in also
+            ]
+        return self.problems + broken_rules
+
+    def _rules(self, config: MegatronConfig, purpose: Purpose, check_files: bool) -> list[Problem]:
         rules = config.problems(purpose=purpose, check_files=check_files)
         for known, words in self.accepted:
             rules += known.unmet(words, config)
-        return self.problems + without_flags(rules, self.broken)
+        return rules
 
     def start_lines(self, config: MegatronConfig, purpose: Purpose) -> Iterator[str]:
         """What a user should know about the flags that were given, and about those that were not."""

@@ -137,7 +137,7 @@ class OptimizerConfig:
     exp_avg_dtype: StateType | None = field(
         default=None,
         metadata=flag(
-            "Type of the first moment, with --use-precision-aware-optimizer; fp32 when not given, or fp64 with --fp64.",
+            "Type of the first moment, with --use-precision-aware-optimizer; fp32 when not given, fp64 with --fp64.",
             later=("fp16", "fp8"),
             meaning="narrow_states",
         ),
@@ -145,7 +145,7 @@ class OptimizerConfig:
     exp_avg_sq_dtype: StateType | None = field(
         default=None,
         metadata=flag(
-            "Type of the second moment, with --use-precision-aware-optimizer; fp32 when not given, or fp64 with --fp64.",
+            "Type of the second moment, with --use-precision-aware-optimizer; fp32 when not given, fp64 with --fp64.",
             later=("fp16", "fp8"),
             meaning="narrow_states",
         ),

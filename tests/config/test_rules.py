@@ -450,6 +450,18 @@ def test_all_problems_are_reported_at_once(refused: Refused) -> None:
     assert text.startswith("7 problems in the configuration:")
 
 
+def test_a_rule_that_each_of_two_contradicting_flags_breaks_is_reported_beside_them(refused: Refused) -> None:
+    text = refused("--fp64 --fp16 --grad-reduce-in-bf16", problems=2)
+    assert "--fp16 and --fp64 give precision different values" in text
+    assert "--grad-reduce-in-bf16: rounds gradients to bf16, and the precision is fp64" in text
+
+
+@pytest.mark.parametrize("line", ["--fp64 --bf16", "--bf16 --fp64", "--fp16 --fp64 --bf16"])
+def test_a_rule_that_one_of_two_contradicting_flags_keeps_is_not_reported(line: str, refused: Refused) -> None:
+    text = refused(f"{line} --grad-reduce-in-bf16", problems=line.count("--") - 1)
+    assert "rounds gradients" not in text
+
+
 def test_tensor_parallel_sizes_that_are_said_to_work_do(refused: Refused, parse: Parse) -> None:
     line = "--num-attention-heads 12 --hidden-size 96 --ffn-hidden-size 200 --seq-length 30 --sequence-parallel"
     text = refused(f"{line} --tensor-model-parallel-size 3 --global-batch-size 2", world_size=3)
