@@ -28,7 +28,7 @@ from megatron.config.problems import UserError
 from megatron.core.kernels.activation import gelu_tanh, swiglu, swiglu_reference
 from megatron.core.kernels.adam import AdamHyperParameters, HyperSpan, HyperSpans, adamw_, adamw_reference_
 from megatron.core.kernels.apex import apex_obstacle
-from megatron.core.kernels.choice import OPERATIONS, KernelChoice, Kernels, device_type
+from megatron.core.kernels.choice import OPERATIONS, KernelChoice, Kernels, device_type, set_kernel_choice
 from megatron.core.kernels.cross_entropy import (
     LogitGradient,
     logit_gradient,
@@ -38,8 +38,8 @@ from megatron.core.kernels.cross_entropy import (
 )
 from megatron.core.kernels.extension import (
     MODULE_NAME,
-    choose_kernels,
     implementation,
+    kernel_problems,
     load_extension,
 )
 from megatron.core.kernels.grad_norm import ElementSpans, sum_of_squares, sum_of_squares_reference
@@ -240,13 +240,12 @@ def main() -> None:
     print_table(list(installation()))
     say("")
     say(f"kernels on {kind}, --kernels {options.kernels}:")
-    try:
-        choose_kernels(KernelChoice(kernels=options.kernels), device_type(device))
-        fine = examine(device)
-    except UserError as error:
-        say(f"MISSING: {error}")
-        fine = False
-    if not fine:
+    missing = list(kernel_problems(options.kernels, device_type(device)))
+    for problem in missing:
+        say(f"MISSING: {problem}")
+    if not missing:
+        set_kernel_choice(KernelChoice(kernels=options.kernels))
+    if missing or not examine(device):
         sys.exit(1)
 
 

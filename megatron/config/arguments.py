@@ -29,6 +29,7 @@ def parse_arguments(
     launched: bool = True,
     purpose: Purpose = "training",
     check_files: bool = True,
+    machine_problems: Callable[[MegatronConfig], Iterable[Problem]] = lambda config: (),
     say: Callable[[str], object] = print,
 ) -> tuple[MegatronConfig, argparse.Namespace]:
     """The configuration that a command line describes, and the values of a program's own arguments.
@@ -45,6 +46,7 @@ def parse_arguments(
             configuration of any layout: the rules of `--world-size` hold then, or none where it is not given.
         purpose: which rules must hold; to print the groups of another world, those of the layout do.
         check_files: whether tokenizer files and corpora must be there.
+        machine_problems: what this machine lacks for a configuration that is to run on it, not only to be printed.
         say: receives the lines about flags that need a word, and the printed configuration; silent ranks pass another.
 
     Raises:
@@ -79,6 +81,8 @@ def parse_arguments(
     problems = reader.all_problems(config, purpose=purpose, check_files=check_files)
     if print_config:
         say(dump_yaml(config.to_dict(), reader.origins()).rstrip("\n"))
+    elif purpose != "layout":
+        problems += without_flags(machine_problems(config), reader.broken)
     if problems:
         raise ConfigError(problems)
     if print_config:

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron.config.problems import UserError
+from megatron.config.problems import Problem, UserError
 
 Backend = Literal["nccl", "gloo"]
 
 
 def choose_backend(requested: Backend | None) -> Backend:
-    """NCCL where there is a GPU and gloo elsewhere, unless one is asked for.
+    """NCCL where there is a GPU and gloo elsewhere, unless one is asked for."""
+    return requested or ("nccl" if torch.cuda.is_available() else "gloo")
 
-    Raises:
-        UserError: NCCL is asked for and there is no GPU.
-    """
-    if requested is None:
-        return "nccl" if torch.cuda.is_available() else "gloo"
+
+def backend_problems(requested: Backend | None) -> Iterator[Problem]:
+    """What keeps the backend that is asked for from running here."""
     if requested == "nccl" and not torch.cuda.is_available():
-        raise UserError(
-            "--distributed-backend nccl needs a GPU and none is visible here; use --distributed-backend gloo, or leave "
-            "the flag out: gloo is taken on CPUs and nccl on GPUs"
+        yield Problem(
+            flags=("--distributed-backend",),
+            value=requested,
+            rule="needs a GPU, and none is visible here",
+            works="--distributed-backend gloo; or leave it out: gloo is taken on CPUs and nccl on GPUs",
         )
-    return requested
 
 
 def choose_device(backend: Backend, local_rank: int, *, gpu_per_task: bool = False) -> torch.device:

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,15 +27,15 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megatron.config.arguments import ExtraArgsProvider, parse_arguments
 from megatron.config.megatron_config import MegatronConfig
-from megatron.config.problems import UserError
+from megatron.config.problems import ConfigError, Problem, UserError
 from megatron.config.training import TrainingConfig
 from megatron.core import device as devices
 from megatron.core import parallel_state
 from megatron.core.allocator import allocator_library, keep_freed_memory
 from megatron.core.collectives import all_reduce_
 from megatron.core.fp32_matmul import LARGEST_ERROR, error_of_fast_products, use_fast_products
-from megatron.core.kernels.choice import KernelChoice, device_type
-from megatron.core.kernels.extension import choose_kernels, describe_kernels
+from megatron.core.kernels.choice import KernelChoice, device_type, set_kernel_choice
+from megatron.core.kernels.extension import describe_kernels, kernel_problems
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel.random import RngStateTracker, model_parallel_rng_tracker
 from megatron.planning.memory import memory_table, predict_memory
@@ -315,13 +315,15 @@ def _initialize(
     extra = argparse.Namespace()
     if isinstance(argv_or_config, MegatronConfig):
         config = argv_or_config.on(launch.world_size)
-        config.validate()
+        if problems := [*config.problems(), *_machine_problems(config)]:
+            raise ConfigError(problems)
     else:
         config, extra = parse_arguments(
             argv_or_config,
             extra_args_provider,
             world_size=launch.world_size,
             launched=launch.launched,
+            machine_problems=_machine_problems,
             say=partial(print, flush=True) if launch.rank == 0 else lambda text: None,
         )
     # What the rooms below say (an index is built, waited for, damaged): one voice a node. The others are silent, short
@@ -342,12 +344,12 @@ def _initialize(
         nodes = [f"node{rank // DEFAULT_RANKS_PER_NODE}" for rank in range(world_size)]
         print(parallel_state.describe_groups(grid, nodes), flush=True)
         sys.exit(0)
+    backend = devices.choose_backend(parallel.distributed_backend)
     try:
-        backend = devices.choose_backend(parallel.distributed_backend)
         device = devices.choose_device(backend, launch.local_rank, gpu_per_task=launch.gpu_per_task)
-        choose_kernels(_kernel_choice(config.training), device_type(device))
     except ValueError as error:
         raise LaunchError(str(error), speaks=launch.local_rank == 0) from error
+    set_kernel_choice(_kernel_choice(config.training))
     nodes, store = ["node0"], None
     if launch.launched:
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
@@ -410,6 +412,14 @@ def _choose_products(training: TrainingConfig, state: ParallelState) -> str:
     use_fast_products(exact)
     taken = "torch's fast path" if exact else "the default path, as torch's fast one is not exact here"
     return f"{taken} (error {float(worst):.1e}, limit {LARGEST_ERROR:.0e})"
+
+
+def _machine_problems(config: MegatronConfig) -> Iterator[Problem]:
+    """What this machine, or what is installed on it, lacks for a configuration."""
+    requested = config.parallel.distributed_backend
+    yield from devices.backend_problems(requested)
+    on_gpus = devices.choose_backend(requested) == "nccl"
+    yield from kernel_problems(config.training.kernels, "cuda" if on_gpus else "cpu")
 
 
 def _kernel_choice(config: TrainingConfig) -> KernelChoice:

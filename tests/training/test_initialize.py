@@ -309,7 +309,7 @@ def test_a_world_size_that_was_not_started_is_refused() -> None:
 
 def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(LaunchError, match=r"--distributed-backend nccl needs a GPU.*--distributed-backend gloo"):
+    with pytest.raises(ConfigError, match=r"--distributed-backend nccl: needs a GPU.*\n.*--distributed-backend gloo"):
         initialize_megatron([*TINY_GPT, "--distributed-backend", "nccl"])
 
 

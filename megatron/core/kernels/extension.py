@@ -10,23 +10,22 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
 from torch import Tensor
 
-from megatron.config.problems import UserError
+from megatron.config.problems import Problem
 from megatron.core.kernels.apex import apex_obstacle
 from megatron.core.kernels.choice import (
     OPERATION_OF,
     OPERATIONS,
     DeviceType,
-    KernelChoice,
+    Kernels,
     Operation,
     kernel_choice,
-    set_kernel_choice,
 )
 
 logger = logging.getLogger(__name__)
@@ -87,28 +86,23 @@ def _obstacle(device: DeviceType) -> str:
     return ""
 
 
-def choose_kernels(choice: KernelChoice, device: DeviceType) -> None:
-    """Set what runs in this process.
-
-    Raises:
-        UserError: `native` or `apex` is asked for, and is not there for the device.
-    """
-    if choice.kernels == "native":
+def kernel_problems(kernels: Kernels, device: DeviceType) -> Iterator[Problem]:
+    """What keeps the implementations that are asked for from running on a device."""
+    if kernels == "native":
         module, obstacle = load_extension(), _obstacle(device)
         known = set() if module is None else set(vars(module))
         lacking = [name for operation in OPERATIONS for name in operation.functions(device) if name not in known]
         if lacking and not obstacle:
             obstacle = f"the compiled module {MODULE_NAME} was built from other sources: it lacks {', '.join(lacking)}"
-        if obstacle:
-            nvcc = ", with nvcc in the PATH," if device == "cuda" else ""
-            raise UserError(
-                f"--kernels native: {obstacle}; `make kernels` (or `pip install .`){nvcc} builds it; or --kernels auto"
-            )
-    if choice.kernels == "apex":
+        nvcc = ", with nvcc in the PATH," if device == "cuda" else ""
+        works = f"`make kernels` (or `pip install .`){nvcc} builds it; or --kernels auto"
+    elif kernels == "apex":
         obstacle = apex_obstacle() if device == "cuda" else "the kernels of NVIDIA Apex run on GPUs, and this is a CPU"
-        if obstacle:
-            raise UserError(f"--kernels apex: {obstacle}; or --kernels auto")
-    set_kernel_choice(choice)
+        works = "--kernels auto"
+    else:
+        return
+    if obstacle:
+        yield Problem(flags=("--kernels",), value=kernels, rule=obstacle, works=works)
 
 
 def describe_kernels(device: DeviceType) -> str:
