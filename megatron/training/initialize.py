@@ -375,7 +375,7 @@ def _initialize(
         context.say(str(state))
     if device.type == "cpu" and parallel.distributed_backend is None:
         here = "1 rank computes on a CPU" if world_size == 1 else f"{world_size} ranks compute on CPUs"
-        context.say(f"no GPU is visible: {here}, as --distributed-backend gloo asks for")
+        context.say(f"no GPU is visible: {here}, the default then; --distributed-backend nccl makes it an error")
     context.say(f"kernels: {describe_kernels(device_type(device))}")
     if device.type == "cpu":
         _set_up_cpu(context)
