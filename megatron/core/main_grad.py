@@ -3,10 +3,10 @@
 Note [First gradients]
 ~~~~~~~~~~~~~~~~~~~~~~
 At the beginning of a step the sums are forgotten, not zeroed: what is in a forgotten one counts as zero. The product
-that is the first weight gradient of a step is written over it (`takes_first`), which spares a pass that writes zeros
-and the reading of them. Whoever reads a sum or adds to a part of it takes it by
-`main_grad_of` or `summed`, which make the zeros. A bucket does this for all of its parameters before it is reduced, so
-that what is read in one piece, by collectives and the optimizer, are sums.
+that is the first weight gradient of a step is written over it (`begin_if_forgotten`), which spares a pass that writes
+zeros and the reading of them. Whoever reads a sum or adds to a part of it takes it by `main_grad_of` or `summed`, which
+make the zeros. A bucket does this for all of its parameters before it is reduced, so that what is read in one piece, by
+collectives and the optimizer, are sums.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def forget(parameter: Tensor) -> None:
 
 def summed(main_grad: Tensor) -> Tensor:
     """A `main_grad` itself, with its zeros if it was forgotten."""
-    return main_grad.zero_() if takes_first(main_grad) else main_grad
+    return main_grad.zero_() if begin_if_forgotten(main_grad) else main_grad
 
 
-def takes_first(main_grad: Tensor) -> bool:
-    """Whether what the caller has for a `main_grad` is the first of a step, which it must write over all of it."""
-    first: bool = getattr(main_grad, "is_forgotten", False)
+def begin_if_forgotten(main_grad: Tensor) -> bool:
+    """Let a `main_grad` count from here on; whether it did not, so that the caller must write over all of it."""
+    forgotten: bool = getattr(main_grad, "is_forgotten", False)
     main_grad.is_forgotten = False  # type: ignore[attr-defined]
-    return first
+    return forgotten

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.collectives import all_gather, all_gather_async, all_reduce_, reduce_scatter_async
 from megatron.core.comm_group import CommGroup
 from megatron.core.kernels.choice import kernel_choice
-from megatron.core.main_grad import main_grad_if_any, takes_first
+from megatron.core.main_grad import begin_if_forgotten, main_grad_if_any
 from megatron.core.tensor_parallel.mappings import apply_eagerly
 
 # Elements of the scratch of a weight gradient on a CPU, as large as the weights of small models, and those that each
@@ -31,7 +31,7 @@ _SCRATCH, _PART = 1 << 22, 1 << 16
 
 def accumulate_weight_gradient(main_grad: Tensor, gradient: Tensor, x: Tensor) -> None:
     """main_grad += gradient^T x, for gradient [n, out] and x [n, in]; written there if it is the first of a step."""
-    first = takes_first(main_grad)
+    first = begin_if_forgotten(main_grad)
     if not kernel_choice().weight_gradients_apart:
         add_product_(main_grad, gradient.t(), x, over=first)
     elif first:
