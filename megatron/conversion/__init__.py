@@ -1,0 +1,1 @@
+"""Models in the forms of other programs, in and out: Hugging Face and Megatron-LM."""
