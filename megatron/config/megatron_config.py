@@ -186,6 +186,7 @@ class MegatronConfig:
             found += self.model.problems()
             if not found:
                 found += _pipeline_problems(self)
+            found += _recompute_problems(self, layout_is_right=not found)
             found += _model_layout_problems(self)
             rest = (self.training, self.data, self.tokenizer, self.checkpoint, self.logging)
             for section in (self.data_parallel, self.optimizer, *rest):
@@ -551,6 +552,29 @@ def _pipeline_problems(config: MegatronConfig) -> Iterator[Problem]:
         pipeline_layout(config.model, config.parallel, config.model_vocab_size(_vocabulary(config)))
     except ConfigError as error:
         yield from error.problems
+
+
+def _recompute_problems(config: MegatronConfig, *, layout_is_right: bool) -> Iterator[Problem]:
+    """The layers that are recomputed, against those that there are."""
+    model = config.model
+    number = model.recompute_num_layers
+    if model.recompute_granularity != "full" or number is None or number <= model.num_layers:
+        return
+    most, of = model.num_layers, "which are all"
+    if layout_is_right:
+        layout = pipeline_layout(config.model, config.parallel, config.model_vocab_size(_vocabulary(config)))
+        largest = max(len(chunk.layers) for stage in layout.chunks for chunk in stage)
+        if largest < most:
+            most, of = largest, f"which are all of a {'stage' if layout.num_chunks == 1 else 'model chunk of a stage'}"
+    works = f"--recompute-num-layers {most}, {of}"
+    if model.recompute_method == "uniform" and most > 1:
+        works += "; or --recompute-num-layers 1, which keeps least"
+    yield Problem(
+        flags=("--recompute-num-layers", "--num-layers"),
+        value=number,
+        rule=f"is more than --num-layers {model.num_layers}",
+        works=works,
+    )
 
 
 def _vocabulary(config: MegatronConfig) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,8 +22,8 @@ NOT_HERE = {
     "shared_experts": "mixtures of experts",
     "mla_up_proj": "multi-head latent attention",
 }
-# What goes with --recompute-granularity full and saves most.
-FULL_RECOMPUTATION = " --recompute-method uniform --recompute-num-layers 1"
+# What --recompute-granularity full needs, and of each the choice that saves most.
+FULL_RECOMPUTATION = {"--recompute-method": "uniform", "--recompute-num-layers": "1"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -431,30 +431,24 @@ class TransformerConfig:
                 continue
             present = "it is not given" if self.recompute_granularity is None else f"it is {self.recompute_granularity}"
             shown = "" if value is True else " ".join(value) if isinstance(value, tuple) else value
+            with_it = {granularity: needed}
+            if needed == "full":  # what is given stays, as it was asked for
+                given = {other: needs[other][0] for other in FULL_RECOMPUTATION}
+                with_it |= {other: str(given[other] or best) for other, best in FULL_RECOMPUTATION.items()}
             yield Problem(
                 flags=(name, granularity),
                 value=shown,
                 rule=f"belongs to {granularity} {needed}, and {present}",
-                works=f"{granularity} {needed}{FULL_RECOMPUTATION if needed == 'full' else ''}; or leave out {name}",
+                works=f"{_words(with_it)}; or leave out {name}",
             )
-        missing = {
-            "--recompute-method": self.recompute_method is None,
-            "--recompute-num-layers": self.recompute_num_layers is None,
-        }
-        if self.recompute_granularity == "full" and any(missing.values()):
-            names = [name for name, lacks in missing.items() if lacks]
+        missing = {name: best for name, best in FULL_RECOMPUTATION.items() if needs[name][0] is None}
+        if self.recompute_granularity == "full" and missing:
+            block = f" or more; or {_words(FULL_RECOMPUTATION)}, which keeps least"
             yield Problem(
-                flags=(granularity, *names),
+                flags=(granularity, *missing),
                 value="full",
-                rule=f"needs {' and '.join(names)}",
-                works=f"{granularity} full{FULL_RECOMPUTATION}",
-            )
-        elif self.recompute_granularity == "full" and self.num_layers < (self.recompute_num_layers or 0):
-            yield Problem(
-                flags=("--recompute-num-layers", "--num-layers"),
-                value=self.recompute_num_layers,
-                rule=f"is more than --num-layers {self.num_layers}",
-                works="--recompute-num-layers 1",
+                rule=f"needs {' and '.join(missing)}",
+                works=_words(missing) + (block if self.recompute_method == "block" else ""),
             )
         for module in self.recompute_modules or ():
             if module not in RECOMPUTABLE:
@@ -473,3 +467,7 @@ class TransformerConfig:
             return f"--kv-channels {near(multiples(width, 2), width)}"
         even = max(2, self.rotary_dim // 2 * 2)
         return f"--rotary-percent {even / width:.6g} ({even} columns)"
+
+
+def _words(flags: Mapping[str, str]) -> str:
+    return " ".join(f"{name} {value}" for name, value in flags.items())

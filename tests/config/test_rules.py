@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -647,6 +648,50 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 )
 def test_recomputation_that_can_not_be_is_refused(refused: Refused, line: str, text: str) -> None:
     assert text in refused(line)
+
+
+@pytest.mark.parametrize(
+    "line, works",
+    [
+        ("--recompute-method block", "--recompute-num-layers 1 or more; or --recompute-method uniform"),
+        ("--recompute-num-layers 3", "--recompute-method uniform"),
+        ("", "--recompute-method uniform --recompute-num-layers 1"),
+        ("--recompute-method block --recompute-num-layers 9", "--recompute-num-layers 8, which are all"),
+        (
+            "--recompute-method uniform --recompute-num-layers 9",
+            "--recompute-num-layers 8, which are all; or --recompute-num-layers 1, which keeps least",
+        ),
+        (
+            "--recompute-method block --recompute-num-layers 9 --pipeline-model-parallel-size 2 "
+            "--decoder-first-pipeline-num-layers 3",
+            "--recompute-num-layers 5, which are all of a stage",
+        ),
+        (
+            "--recompute-method block --recompute-num-layers 9 --pipeline-model-parallel-size 2 "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            "--recompute-num-layers 2, which are all of a model chunk of a stage",
+        ),
+    ],
+)
+def test_full_recomputation_is_completed_or_corrected_by_what_changes_least(
+    line: str, works: str, refused: Refused, parse: Parse
+) -> None:
+    line = f"--recompute-granularity full {line}"
+    assert f"Works: {works}" in refused(line)
+    proposed = re.findall(r"--[a-z-]+ [a-z0-9]+", works.partition(";")[0])
+    parse(f"{line} {' '.join(proposed)}")
+
+
+def test_what_full_recomputation_was_asked_for_stays_in_what_is_proposed(refused: Refused) -> None:
+    text = refused("--recompute-method block --recompute-num-layers 2", problems=2)
+    whole = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
+    assert text.count(f"Works: {whole}; or leave out") == 2
+
+
+def test_layers_to_recompute_beyond_all_are_reported_beside_what_is_wrong_with_the_layout(refused: Refused) -> None:
+    line = "--recompute-granularity full --recompute-method block --recompute-num-layers 9"
+    text = refused(f"{line} --pipeline-model-parallel-size 9", problems=2)
+    assert "Works: --recompute-num-layers 8, which are all" in text
 
 
 def test_the_short_flag_is_the_selective_granularity(parse: Parse) -> None:
