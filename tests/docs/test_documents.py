@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -15,7 +17,7 @@ from torch.distributed.run import get_args_parser
 from megatron.config.arguments import _spellings
 from megatron.config.megatron_flags import FUSION_FLAG, known_flag
 from megatron.training.initialize import initialize_megatron
-from tests.docs.commands import blocks, check_command, commands_of, make_targets, tool_flags, without_blocks
+from tests.docs.commands import FENCE, blocks, check_command, commands_of, make_targets, tool_flags, without_blocks
 from tests.docs.render import BLOCK, PARTS, ROOT, documents, rendered
 
 DOCUMENTS = documents()
@@ -53,6 +55,45 @@ def test_the_readme_has_a_command_for_each_step_of_a_run() -> None:
     shown = "\n".join(blocks(TEXTS[ROOT / "README.md"], "bash"))
     for program in ("make_corpus", "train_tokenizer", "preprocess_data", "torchrun", "sbatch", "srun", "generate_text"):
         assert program in shown, program
+
+
+# Flags after those of the README, so that they count: a small part of the text, and two iterations.
+SMALLER = {
+    "tools/make_corpus.py": "--max-megabytes 3",
+    "tools/train_tokenizer.py": "--vocab-size 512",
+    "tools/preprocess_data.py": "--workers 1",
+    "pretrain_gpt.py": "--train-iters 2 --lr-warmup-iters 1 --eval-iters 1 --global-batch-size 8",
+    "tools/generate_text.py": "--num-tokens 2",
+}
+
+
+def test_the_readme_leads_from_text_to_a_sample_on_a_cpu_in_the_order_of_its_commands(tmp_path: Path) -> None:
+    """In an empty folder, each YAML file being saved where it is shown, up to the first sample."""
+    _, text = TEXTS[ROOT / "README.md"].split("## A run of your own")
+    for name in ("tools", "pretrain_gpt.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    variables = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    programs = []
+    for language, block in FENCE.findall(text):
+        if language == "yaml":
+            (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
+        for words in commands_of(block) if language == "bash" else ():
+            if words[0] != "python":
+                continue  # setting up, which is done here
+            programs.append(words[1])
+            done = subprocess.run(
+                [sys.executable, *words[1:], *SMALLER[words[1]].split()],
+                cwd=tmp_path,
+                env=variables,
+                capture_output=True,
+                text=True,
+                timeout=100,
+                check=False,
+            )
+            assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+        if "tools/generate_text.py" in programs:
+            break
+    assert programs == list(SMALLER)
 
 
 @each_document
