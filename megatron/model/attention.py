@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +92,20 @@ def _merge(pieces: list[Piece]) -> tuple[Piece, ...]:
     return tuple(merged)
 
 
+class KeyValueStore(Protocol):
+    """Keys and values of tokens that went through the model before, so that each is computed once."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that are held of each sequence; what is appended counts when all layers have it."""
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer for the tokens that follow, [q, b, g/t, d] -> those of all tokens [s, b, g/t, d].
+
+        Keys come rotated: a position never changes.
+        """
+
+
 class SelfAttention(nn.Module):
     """Queries, keys and values from one projection, attention, and a projection back.
 
@@ -141,14 +155,16 @@ class SelfAttention(nn.Module):
         mask: Tensor | None,
         dropout: DropoutStream | None,
         again: Callable[[], Tensor] | None = None,
+        store: KeyValueStore | None = None,
     ) -> Tensor:
-        """Attention of `hidden_states` [s/t or s, b, h] over itself, of the same shape.
+        """Attention of `hidden_states` [s/t or s, b, h] over itself and what is in the store, of the same shape.
 
         Args:
             rotary: the table for the positions of the tokens; None without rotary positions.
             mask: of `attention_mask`, explicit where `computes_weights` holds.
             dropout: the masks of this micro-batch; None for no dropout.
             again: computes `hidden_states` once more, in the backward: then they are not kept.
+            store: of the tokens before these, and takes those of these.
         """
         query, key, value = self.project(hidden_states, again)
         if rotary is not None:
@@ -156,6 +172,8 @@ class SelfAttention(nn.Module):
             key = apply_rotary(key, rotary, interleaved=self.config.rotary_interleaved)
             if self.q_layernorm is None:  # whose backward needs the whole projection anyway
                 value = value.contiguous()  # a view would keep the unrotated queries and keys, too
+        if store is not None:
+            key, value = store.append(self.layer, key, value)
         attend = partial(self.attend, mask=mask, dropout=dropout)
         context = recompute(attend, query, key, value) if self.recomputes_core else attend(query, key, value)
         output: Tensor = self.linear_proj(context)  # [s, b, a d/t] -> [s/t or s, b, h]
@@ -179,8 +197,11 @@ class SelfAttention(nn.Module):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: DropoutStream | None
     ) -> Tensor:
-        """Each query's mean of the values: [s, b, a/t, d] and twice [s, b, g/t, d] -> [s, b, a d/t]."""
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, a/t or g/t, s, d]
+        """Each query's mean of the values: [q, b, a/t, d] and twice [s, b, g/t, d] -> [q, b, a d/t].
+
+        All tokens are queries, q = s, but for those of a `KeyValueStore`.
+        """
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, a/t or g/t, q or s, d]
         if computes_weights(self.config, dropout):
             assert mask is not None
             weights = attention_weights(query, key, mask, divisor=self.score_divisor)
@@ -189,7 +210,7 @@ class SelfAttention(nn.Module):
             context = fused_attention(query, key, value, mask)
         else:
             context = eagerly(self._fused_attention_with_dropout, query, key, value, mask, dropout)
-        return context.permute(2, 0, 1, 3).flatten(2)  # [b, a/t, s, d] -> [s, b, a d/t]
+        return context.permute(2, 0, 1, 3).flatten(2)  # [b, a/t, q, d] -> [q, b, a d/t]
 
     def _dropped(self, weights: Tensor, dropout: DropoutStream | None) -> Tensor:
         """The weights after dropout: [b, a/t, s, s] -> the same shape."""
@@ -227,10 +248,11 @@ def fused_attention(
 ) -> Tensor:
     """Attention without the matrix of weights in memory, by the fastest kernel torch has for the case.
 
-    Queries [b, a/t, s, d], keys and values [b, g/t, s, d], mask of `attention_mask`; returns [b, a/t, s, d].
+    Queries [b, a/t, q, d], keys and values [b, g/t, s, d], mask of `attention_mask`; returns [b, a/t, q, d].
     Dropout, if any, draws from torch's generator.
     """
-    if mask is None and dropout_probability == 0.0 and wins_by_blocks(query):
+    causal = mask is None and query.shape[2] == key.shape[2]  # else one query without a mask, which sees all keys
+    if causal and dropout_probability == 0.0 and wins_by_blocks(query):
         return apply_eagerly(CausalAttention, query, key, value)
     groups = query.shape[1] // key.shape[1]
     if mask is not None and groups > 1:
@@ -242,22 +264,22 @@ def fused_attention(
         value,
         attn_mask=mask,
         dropout_p=dropout_probability,
-        is_causal=mask is None,
+        is_causal=causal,
         enable_gqa=mask is None and groups > 1,
     )
 
 
 def attention_weights(query: Tensor, key: Tensor, mask: Tensor, *, divisor: float = 1.0) -> Tensor:
-    """The softmax of the scores, [b, a/t, s, s], exactly 0 where not allowed. Shapes: `fused_attention`.
+    """The softmax of the scores, [b, a/t, q, s], exactly 0 where not allowed. Shapes: `fused_attention`.
 
     Args:
         mask: an explicit one of `attention_mask`: a bias is added in float32 at least.
         divisor: scores are that much smaller where they are rounded, and what they should be in the softmax.
     """
     batch, heads, length, dim = query.shape
-    by_group = query.reshape(batch, key.shape[1], -1, dim)  # [b, g/t, a/g s, d]
-    scores: Tensor = by_group @ (key * (dim**-0.5 / divisor)).transpose(-1, -2)  # [b, g/t, a/g s, s]
-    scores = scores.view(batch, heads, length, length)  # [b, a/t, s, s]
+    by_group = query.reshape(batch, key.shape[1], -1, dim)  # [b, g/t, a/g q, d]
+    scores: Tensor = by_group @ (key * (dim**-0.5 / divisor)).transpose(-1, -2)  # [b, g/t, a/g q, s]
+    scores = scores.view(batch, heads, length, -1)  # [b, a/t, q, s]
     if divisor != 1.0:
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * divisor
     scores = torch.where(mask, scores, float("-inf")) if mask.dtype == torch.bool else scores + mask
@@ -287,8 +309,8 @@ class _RoundedSoftmax(torch.autograd.Function):
 
 
 def weighted_values(weights: Tensor, value: Tensor) -> Tensor:
-    """Sum of the values by weight: [b, a/t, s, s] and [b, g/t, s, d] -> [b, a/t, s, d]."""
-    batch, heads, length, _ = weights.shape
-    by_group = weights.reshape(batch, value.shape[1], -1, length)  # [b, g/t, a/g s, s]
-    context: Tensor = by_group @ value  # [b, g/t, a/g s, d]
-    return context.view(batch, heads, length, -1)  # [b, a/t, s, d]
+    """Sum of the values by weight: [b, a/t, q, s] and [b, g/t, s, d] -> [b, a/t, q, d]."""
+    batch, heads, queries, length = weights.shape
+    by_group = weights.reshape(batch, value.shape[1], -1, length)  # [b, g/t, a/g q, s]
+    context: Tensor = by_group @ value  # [b, g/t, a/g q, d]
+    return context.view(batch, heads, queries, -1)  # [b, a/t, q, d]

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entr
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.core.tensor_parallel.random import DropoutStream
-from megatron.model.attention import computes_weights, local_heads
+from megatron.model.attention import KeyValueStore, computes_weights, local_heads
 from megatron.model.embedding import LanguageModelEmbedding, embedding_init
 from megatron.model.flops import flops_per_batch, parameter_count
 from megatron.model.masks import alibi_slopes, attention_mask
@@ -102,6 +102,7 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         hidden_states: Tensor | None = None,
         dropout: DropoutStream | None = None,
+        store: KeyValueStore | None = None,
     ) -> Tensor:
         """One micro-batch through this chunk.
 
@@ -109,10 +110,11 @@ class GPTModel(nn.Module):
             tokens: [b, s].
             position_ids: [b, s], for learned and rotary positions.
             document_ids: [b, s]; attention stays within runs of one number. None: all tokens are one
-                document.
+                document. With a store, of the tokens in it, too, [b, store.length + s].
             labels: [b, s].
             hidden_states: output of the chunk before, [s/t or s, b, h]; None in the chunk with the embedding.
             dropout: the dropout masks of this micro-batch; None for no dropout, as in evaluation.
+            store: keys and values of the tokens before these, which takes those of these; for use without gradients.
 
         Returns:
             Without the output head, hidden states [s/t or s, b, h]; with it and `labels`, the loss of each
@@ -122,7 +124,8 @@ class GPTModel(nn.Module):
             hidden_states = self.embedding(tokens, position_ids, dropout)  # [s/t or s, b, h]
         assert hidden_states is not None, "a chunk without the embedding needs the output of the chunk before"
         mask = attention_mask(
-            sequence_length=tokens.shape[1],
+            sequence_length=tokens.shape[1] + (0 if store is None else store.length),
+            num_queries=tokens.shape[1],
             document_ids=document_ids,
             window=self.config.window_size,
             slopes=self.slopes,
@@ -130,7 +133,9 @@ class GPTModel(nn.Module):
             dtype=self.placement.dtype,
             device=tokens.device,
         )
-        hidden_states = self.decoder(hidden_states, rotary=self._rotary(position_ids), mask=mask, dropout=dropout)
+        hidden_states = self.decoder(
+            hidden_states, rotary=self._rotary(position_ids), mask=mask, dropout=dropout, store=store
+        )
         if not self.stage.has_output:
             assert isinstance(hidden_states, Tensor)
             return hidden_states

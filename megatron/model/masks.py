@@ -11,6 +11,7 @@ from torch import Tensor
 def attention_mask(
     *,
     sequence_length: int,
+    num_queries: int | None = None,
     document_ids: Tensor | None,
     window: tuple[int, int] | None,
     slopes: tuple[float, ...] | None,
@@ -21,6 +22,8 @@ def attention_mask(
     """The mask of causal self-attention over one micro-batch.
 
     Args:
+        sequence_length: number of keys, s.
+        num_queries: the last positions, q of them, are queries; None for all, q = s.
         document_ids: [b, s]; a token attends to tokens of its own document only.
         window: (left, right): query i attends to keys i - left … i + right, and never beyond i; -1 is
             unbounded.
@@ -30,29 +33,31 @@ def attention_mask(
         dtype: of the queries.
 
     Returns:
-        What is allowed, boolean [1|b, 1, s, s]; with slopes, what is added to the scores, [1|b, a/t, s, s], -inf where
+        What is allowed, boolean [1|b, 1, q, s]; with slopes, what is added to the scores, [1|b, a/t, q, s], -inf where
         not allowed. A query may always attend to itself. None, unless `explicit`, when every earlier position is
-        allowed without bias.
+        allowed without bias, for all positions as queries or for the last one alone.
     """
+    queries = sequence_length if num_queries is None else num_queries
+    first = sequence_length - queries
     bounded = window is not None and 0 <= window[0] < sequence_length - 1
-    if document_ids is None and slopes is None and not (bounded or explicit):
+    if document_ids is None and slopes is None and queries in (1, sequence_length) and not (bounded or explicit):
         return None
     # One byte for each pair of positions: a long sequence has no room for their distances.
-    allowed = torch.ones(sequence_length, sequence_length, dtype=torch.bool, device=device).tril_()  # [s, s]
+    allowed = torch.ones(queries, sequence_length, dtype=torch.bool, device=device).tril_(first)  # [q, s]
     if bounded:
         assert window is not None
-        allowed.triu_(-window[0])
-    allowed = allowed[None, None]  # [1, 1, s, s]
+        allowed.triu_(first - window[0])
+    allowed = allowed[None, None]  # [1, 1, q, s]
     if document_ids is not None:
-        same_document = document_ids[:, None, :, None] == document_ids[:, None, None, :]  # [b, 1, s, s]
+        same_document = document_ids[:, None, first:, None] == document_ids[:, None, None, :]  # [b, 1, q, s]
         allowed = same_document.logical_and_(allowed)
     if slopes is None:
         return allowed
     wide = torch.promote_types(dtype, torch.float32)
     position = torch.arange(sequence_length, dtype=wide, device=device)
-    ahead = position[None, :] - position[:, None]  # [s, s], of a key before its query: not positive where allowed
-    bias = torch.tensor(slopes, dtype=wide, device=device)[None, :, None, None] * ahead  # [1, a/t, s, s]
-    bias = torch.where(allowed, bias, float("-inf"))  # [1|b, a/t, s, s]
+    ahead = position[None, :] - position[first:, None]  # [q, s], of a key before its query: not positive where allowed
+    bias = torch.tensor(slopes, dtype=wide, device=device)[None, :, None, None] * ahead  # [1, a/t, q, s]
+    bias = torch.where(allowed, bias, float("-inf"))  # [1|b, a/t, q, s]
     return bias if explicit else bias.to(dtype)
 
 

@@ -11,7 +11,7 @@ from megatron.config.transformer import TransformerConfig
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.core.tensor_parallel.random import DropoutStream, HiddenDropout
 from megatron.core.tensor_parallel.recompute import computed_again, recompute
-from megatron.model.attention import SelfAttention
+from megatron.model.attention import KeyValueStore, SelfAttention
 from megatron.model.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
 from megatron.model.mlp import MLP
 from megatron.model.norms import Norm
@@ -50,10 +50,11 @@ class TransformerLayer(nn.Module):
         rotary: RotaryTable | None,
         mask: Tensor | None,
         dropout: DropoutStream | None,
+        store: KeyValueStore | None = None,
     ) -> Tensor:
         """Arguments as for `SelfAttention.forward`."""
         normed, again = self._normed(self.input_layernorm, hidden_states)
-        attended = self.self_attention(normed, rotary=rotary, mask=mask, dropout=dropout, again=again)
+        attended = self.self_attention(normed, rotary=rotary, mask=mask, dropout=dropout, again=again, store=store)
         hidden_states = hidden_states + self.attention_output_dropout(attended, dropout)
         normed, again = self._normed(self.pre_mlp_layernorm, hidden_states)
         transformed = self.mlp(normed, again=again)
@@ -92,10 +93,11 @@ class TransformerBlock(nn.Module):
         rotary: RotaryTable | None,
         mask: Tensor | None,
         dropout: DropoutStream | None,
+        store: KeyValueStore | None = None,
     ) -> Tensor:
         """[s/t or s, b, h] -> the same shape. Arguments as for `SelfAttention.forward`."""
         for unit in self.units:
-            run = partial(self._run, unit.layers, rotary=rotary, mask=mask, dropout=dropout)
+            run = partial(self._run, unit.layers, rotary=rotary, mask=mask, dropout=dropout, store=store)
             if unit.recomputed:
                 hidden_states = recompute(run, hidden_states, distributed_over=self.keeps_parts_over)
             else:
@@ -112,7 +114,10 @@ class TransformerBlock(nn.Module):
         rotary: RotaryTable | None,
         mask: Tensor | None,
         dropout: DropoutStream | None,
+        store: KeyValueStore | None = None,
     ) -> Tensor:
         for layer in layers:
-            hidden_states = self.layers[str(layer)](hidden_states, rotary=rotary, mask=mask, dropout=dropout)
+            hidden_states = self.layers[str(layer)](
+                hidden_states, rotary=rotary, mask=mask, dropout=dropout, store=store
+            )
         return hidden_states
