@@ -20,8 +20,24 @@ class NonFiniteError(UserError, FloatingPointError):
     """A loss or gradient norm is NaN or infinite; raised on all ranks."""
 
 
+class OutOfMemory(UserError):
+    """A rank could not allocate what it needs; a note has the account and what would make it fit."""
+
+
 class LauncherGone(Exception):
     """What started the ranks and watched over them has ended, and they end too; raised on all of them."""
+
+
+class RankGone(Exception):
+    """Another rank has ended, and this one has lost it.
+
+    Args:
+        speaks: this rank should print it; False where the other one says why.
+    """
+
+    def __init__(self, message: str, *, speaks: bool) -> None:
+        super().__init__(message)
+        self.speaks = speaks
 
 
 @contextmanager
@@ -29,27 +45,31 @@ def exiting(
     speaks: Callable[[BaseException], bool] = lambda why: True,
     *,
     said_by: Callable[[BaseException], str] = lambda why: "",
+    records: Callable[[str], object] = lambda text: None,
     interrupted: str = "interrupted",
 ) -> Iterator[None]:
     """End the program with one message and an exit status for what is no bug.
 
-    The status is 2 for a `UserError`, 1 for `LauncherGone`, 130 for Ctrl-C, and 141, without a word, when nobody reads
-    the output any more, as after `| head`. Any other exception is a bug or a failing machine, and keeps its traceback.
+    The status is 2 for a `UserError`, 1 for `LauncherGone` and `RankGone`, 130 for Ctrl-C, and 141, without a word,
+    when nobody reads the output any more, as after `| head`. Any other exception is a bug or a failing machine, and
+    keeps its traceback.
 
     Args:
         speaks: whether this process is the one of several that says why. It may wait for that one to have spoken.
         said_by: a line to add after that, as who says so; it may wait to find out, as the reason is said by then.
+        records: gets the reason without its notes, on all processes, for whoever reports how each of them has ended.
         interrupted: what is said after Ctrl-C.
     """
     try:
         yield
-    except (UserError, LauncherGone, KeyboardInterrupt) as why:
+    except (UserError, LauncherGone, RankGone, KeyboardInterrupt) as why:
         if isinstance(why, UserError):
             status, text = 2, f"{Path(sys.argv[0]).name}: error: {reason(why)}"
-        elif isinstance(why, LauncherGone):
+        elif isinstance(why, LauncherGone | RankGone):
             status, text = 1, str(why)
         else:
             status, text = 128 + signal.SIGINT, interrupted
+        records(str(why) or text)
         if speaks(why):
             print(text, file=sys.stderr, flush=True)
             if line := said_by(why):
@@ -65,6 +85,11 @@ def exiting(
 def reason(why: UserError) -> str:
     """The text of an error, with the notes about where it happened."""
     return "\n".join([str(why), *getattr(why, "__notes__", ())])
+
+
+def topic(why: UserError) -> str:
+    """What is said once: the reason, or, of ranks that have each run out of memory, that they have."""
+    return type(why).__name__ if isinstance(why, OutOfMemory) else reason(why)
 
 
 def _nobody_reads() -> bool:

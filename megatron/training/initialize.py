@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -39,13 +39,17 @@ from megatron.core.kernels.extension import describe_kernels, kernel_problems
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel.random import RngStateTracker, model_parallel_rng_tracker
 from megatron.planning.memory import memory_table, predict_memory
-from megatron.training.failures import exiting, reason
+from megatron.training.failures import OutOfMemory, RankGone, exiting, topic
 
 # A launcher ends all ranks when the first one leaves: seconds that a silent rank leaves to the one that says why.
 _TIME_TO_SPEAK = 5.0
 # The rank that has spoken waits so many seconds to hear whether the others would have said the same. Rank 0 may hold
 # the store that it asks, so it waits as long for the one that asks.
 _TIME_TO_ASK = 2.0
+# Of the reason why a rank has ended, in the report of its launcher: enough for the first of several problems.
+_LINES_OF_RECORD = 3
+# Where ranks count those that have ended for a reason that they say.
+_ENDED = "ended"
 # Where rank 0 says whose store it is, outside of all prefixes, and in the roll call what it was started with.
 _JOB_OF_RANK_0, _OPTIONS_OF_RANK_0 = "job of rank 0", "options of rank 0"
 # Ranks of a node that `--print-parallel-groups --world-size N` assumes when nothing was launched.
@@ -91,21 +95,56 @@ class MegatronContext:
         if self.reports:
             print(text, flush=True)
 
-    def exiting(self) -> AbstractContextManager[None]:
-        """Ends the program as `failures.exiting` does, each reason being said once, however many ranks have it."""
-        return exiting(
+    @contextmanager
+    def exiting(self) -> Iterator[None]:
+        """Ends the program as `failures.exiting` does, each reason being said once, however many ranks have it.
+
+        The others lose a rank that ends while they wait for it, and end without a traceback: it says why.
+        """
+        with exiting(
             self._speaks,
             said_by=self._said_by,
+            records=_record_for_launcher,
             interrupted="interrupted; the last checkpoint stays as it is",
-        )
+        ):
+            try:
+                yield
+            except RuntimeError as error:
+                gone = self._gone() if _is_lost_connection(error) else None
+                if gone is None:
+                    raise
+                raise gone from error
+
+    def _gone(self) -> RankGone | None:
+        """Of a lost connection, that another rank has ended for a reason that it says; None where none has."""
+        rank, nodes = self.state.rank, self.state.nodes
+        if self.store is None:
+            return None
+        try:
+            if not _reaches(self.store, _ENDED, 1, within=_TIME_TO_SPEAK):
+                return None
+            self.store.add(_ENDED, 1)
+            if rank == 0:  # it may hold the store, which the others ask too
+                _reaches(self.store, _ENDED, self.state.world.size)
+            return RankGone(f"rank {rank} has lost another rank, which says why it has ended", speaks=False)
+        except dist.DistError:
+            first = min((other for other in range(1, len(nodes)) if nodes[other] == nodes[rank]), default=rank)
+            return RankGone(
+                f"rank {rank} has lost another rank, and the store where they meet: what has ended, or has ended it, "
+                "says why",
+                speaks=rank == first,
+            )
 
     def _speaks(self, why: BaseException) -> bool:
         """The first rank that has a reason; rank 0 where all have the same one, and the store may be gone."""
+        if isinstance(why, RankGone):
+            return why.speaks
         if not isinstance(why, UserError):
             return self.state.rank == 0
         if self.store is None:
             return True
         try:
+            self.store.add(_ENDED, 1)
             first = bool(self.store.add(_said(why), 1) == 1)
             if not first and self.state.rank == 0:
                 _reaches(self.store, _asked(why), 1)
@@ -114,20 +153,38 @@ class MegatronContext:
             return True
 
     def _said_by(self, why: BaseException) -> str:
-        """Which rank has spoken, where not all would have said the same."""
+        """Which rank has spoken, where not all would have said the same, and it does not say so itself."""
         if not isinstance(why, UserError) or self.store is None:
             return ""
         try:
             all_have = _reaches(self.store, _said(why), self.state.world.size)
             self.store.add(_asked(why), 1)
-            return "" if all_have else f"(rank {self.state.rank})"
+            return "" if all_have or isinstance(why, OutOfMemory) else f"(rank {self.state.rank})"
         except dist.DistError:  # the rank that holds the store has left, having waited as long as it does
             return ""
 
 
-def _reaches(store: Store, key: str, count: int) -> bool:
-    """Whether ranks have counted so far in time."""
-    deadline = time.monotonic() + _TIME_TO_ASK
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """NCCL has an exception of its own; gloo names the file where it was noticed."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def _record_for_launcher(text: str) -> None:
+    """Write why this process ends where `torchrun` looks for it: its report, which comes last, then names the reason.
+
+    It lists all ranks that have failed, and so has the beginning only.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        lines = text.splitlines()
+        beginning = "\n".join(lines[:_LINES_OF_RECORD] + ["..."] * (len(lines) > _LINES_OF_RECORD))
+        record = {"message": beginning, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):  # the disk may be full, and that may be the reason: it is printed all the same
+            Path(file).write_text(json.dumps({"message": record}), encoding="utf-8")
+
+
+def _reaches(store: Store, key: str, count: int, within: float | None = None) -> bool:
+    """Whether ranks have counted so far in time, which is `_TIME_TO_ASK` where nothing else is given."""
+    deadline = time.monotonic() + (_TIME_TO_ASK if within is None else within)
     while store.add(key, 0) < count:
         if time.monotonic() > deadline:
             return False
@@ -137,7 +194,7 @@ def _reaches(store: Store, key: str, count: int) -> bool:
 
 def _said(why: UserError) -> str:
     """Where ranks count those that have a reason."""
-    return "said-" + hashlib.sha256(reason(why).encode()).hexdigest()
+    return "said-" + hashlib.sha256(topic(why).encode()).hexdigest()
 
 
 def _asked(why: UserError) -> str:
@@ -293,7 +350,7 @@ def initialize_megatron(
         LaunchError: ranks are missing or too many, or the launch environment is incomplete.
     """
     if argv_or_config is None:
-        with exiting(_speaks_at_the_start):
+        with exiting(_speaks_at_the_start, records=_record_for_launcher):
             return _initialize(sys.argv[1:], extra_args_provider)
     return _initialize(argv_or_config, extra_args_provider)
 

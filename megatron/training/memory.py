@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron.config.megatron_config import MegatronConfig
-from megatron.config.problems import UserError
 from megatron.core.collectives import all_gather_object
 from megatron.model.gpt_model import GPTModel
 from megatron.planning.memory import StageMemory, memory_table, predict_memory
 from megatron.planning.options import cheapest_that_fit
 from megatron.planning.saved_tensors import SavedBytes
+from megatron.training.failures import OutOfMemory
 from megatron.training.initialize import MegatronContext
 from megatron.training.metrics import StepReport
 from megatron.training.run import Hook, Run
@@ -91,10 +91,6 @@ def _bytes(tensors: Iterator[Tensor] | Sequence[Tensor]) -> int:
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-class OutOfMemory(UserError):
-    """A rank could not allocate what it needs; the text has the account and what would make it fit."""
-
-
 @contextmanager
 def explaining_out_of_memory(context: MegatronContext, when: Callable[[], str]) -> Iterator[None]:
     """Say, of an allocation that fails inside the block, what needs the memory and what would spare enough of it.
@@ -103,7 +99,7 @@ def explaining_out_of_memory(context: MegatronContext, when: Callable[[], str]) 
         when: when it was, in words.
 
     Raises:
-        OutOfMemory: on the rank that has run out; the launcher ends the others.
+        OutOfMemory: on the rank that has run out; the others lose it, see `MegatronContext.exiting`.
     """
     try:
         yield
@@ -112,7 +108,9 @@ def explaining_out_of_memory(context: MegatronContext, when: Callable[[], str]) 
             raise
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         advice = out_of_memory_advice(context.config, bytes_for_a_rank(context))
-        raise OutOfMemory(f"rank {context.state.rank} ran out of memory {when()}: {first_line}\n{advice}") from error
+        why = OutOfMemory(f"rank {context.state.rank} ran out of memory {when()}: {first_line}")
+        why.add_note(advice)
+        raise why from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

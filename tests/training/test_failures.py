@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.config.problems import UserError
 from megatron.training import initialize
@@ -89,6 +90,43 @@ def test_a_bug_keeps_its_traceback(kind: type[Exception]) -> None:
     """Such as an overflow that numpy or a user's own code raises."""
     with pytest.raises(kind, match="a bug"), context_with_store().exiting():
         raise kind("a bug")
+
+
+LOST = "[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
+
+
+@pytest.mark.parametrize(
+    "ended, error, raised", [(True, LOST, "1"), (False, LOST, "Connection reset"), (True, "a bug", "a bug")]
+)
+def test_a_lost_connection_is_silent_where_another_rank_says_why_and_nothing_else_is(
+    ended: bool, error: str, raised: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(initialize, "_TIME_TO_SPEAK", 0.1)
+    monkeypatch.setattr(initialize, "_TIME_TO_ASK", 0.1)
+    context = context_with_store()
+    if ended:
+        with pytest.raises(SystemExit, match="2"), context.exiting():
+            raise UserError("the disk is full")
+        capsys.readouterr()
+    with pytest.raises(SystemExit if raised == "1" else RuntimeError, match=raised), context.exiting():
+        raise RuntimeError(error)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_launcher_finds_the_reason_where_it_looks_for_one(tmp_path: Path) -> None:
+    """Its report of all that failed comes after what the ranks have said, and buries it."""
+    file = tmp_path / "error.json"
+    wrong = ["--lr", "0", "--seed", "-1", "--load", str(tmp_path / "nothing")]
+    for arguments, reason in (
+        (wrong[:4], "2 problems in the configuration: 1. --lr 0.0: must be more than 0 Works: --lr 0.0001 ... ==="),
+        (wrong[4:], "--load: no checkpoint in "),
+    ):
+        pretrain_tiny(tmp_path, *arguments, environment=lambda rank: {"TORCHELASTIC_ERROR_FILE": str(file)})
+        failed = ChildFailedError("", {0: ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))})
+        said = str(failed).partition("traceback : ")[2]
+        assert " ".join(said.split()).startswith(reason)
+        assert abs(failed.failures[0].timestamp - time.time()) < 60
+        file.unlink()
 
 
 # ---- output that nobody reads ----

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import time
 from contextlib import redirect_stdout
 from io import StringIO
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.planning.memory import StageMemory, predict_memory
 from megatron.planning.saved_tensors import SavedBytes
+from megatron.training import initialize
+from megatron.training.gpt import gpt_datasets, gpt_model
 from megatron.training.memory import (
     MemoryAccount,
     is_out_of_memory,
@@ -20,9 +27,12 @@ from megatron.training.memory import (
     out_of_memory_advice,
     predicted_memory,
 )
+from megatron.training.pretrain import pretrain
 from megatron.training.train_step import train_step
+from pretrain_gpt import forward_step
 from tests.helpers.distributed import run_distributed
-from tests.helpers.tiny import tiny_config, tiny_run
+from tests.helpers.launch import launch
+from tests.helpers.tiny import TINY_GPT, tiny_config, tiny_run
 from tests.training.runs import trained
 
 # Documents' masks are left out: the account has them, and each sample of the tiny data ends in padding of its own.
@@ -131,6 +141,50 @@ def test_a_run_without_enough_memory_says_what_it_needs_and_what_would_fit() -> 
     assert "activations" in done.stderr
     assert "--recompute-" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def pretrain_until_memory_runs_out() -> None:
+    """On the ranks of the last argument, one second after the other, as an allocator of GPUs says it."""
+    *sys.argv, ranks = sys.argv
+    runs_out = [int(rank) for rank in ranks.split(",")]
+    rank = int(os.environ["RANK"])
+    if len(runs_out) > 1:
+        initialize._TIME_TO_ASK = 60.0  # nobody waits so long, but a busy machine may need it
+
+    def short_of_memory(*arguments: Any) -> Tensor | dict[str, Tensor]:
+        if rank in runs_out:
+            time.sleep(runs_out.index(rank))
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {rank + 1} GiB.\nlong story")
+        return forward_step(*arguments)
+
+    pretrain(gpt_datasets, gpt_model, short_of_memory)
+
+
+@pytest.mark.parametrize(
+    "ranks, layout, runs_out",
+    [
+        (2, (), "1"),
+        (2, (), "0"),
+        (2, (), "0,1"),
+        (2, (), "1,0"),
+        (3, ("--pipeline-model-parallel-size", "3"), "2"),
+        (2, ("--tensor-model-parallel-size", "2"), "1"),
+    ],
+    ids=["one", "the first", "both", "the first later", "a last stage", "in a layer"],
+)
+def test_memory_that_runs_out_is_said_once_and_those_that_lose_the_rank_are_silent(
+    ranks: int, layout: tuple[str, ...], runs_out: str, tmp_path: Path
+) -> None:
+    """The first rank holds the store where ranks learn of each other, and takes it away."""
+    arguments = [*TINY_GPT, *layout, "--global-batch-size", "12", runs_out]
+    outcome = launch(pretrain_until_memory_runs_out, arguments, ranks=ranks, folder=tmp_path).wait()
+    said = "".join(outcome.err)
+    assert said.count("ran out of memory in iteration 1: CUDA out of memory. Tried to allocate") == 1
+    assert said.count("needs on a rank of each stage, predicted (MB)") == 1
+    assert "Traceback" not in said
+    assert said.count("has lost another rank") == (1 if runs_out == "0" else 0)
+    short = [int(rank) for rank in runs_out.split(",")]
+    assert outcome.codes == [2 if rank in short else 1 for rank in range(ranks)]
 
 
 def test_the_account_is_printed_at_the_start_and_measured_in_the_second_iteration(
