@@ -147,7 +147,13 @@ class TransformerConfig:
         ),
     )
     untie_embeddings_and_output_weights: bool = field(
-        default=False, metadata=flag("Give the output layer weights of its own.", affects="model")
+        default=False, metadata=flag("Give the output layer weights of its own.", affects="tensors")
+    )
+    normalize_output_weights: bool = field(
+        default=False,
+        metadata=flag(
+            "Divide each row of the output layer's weight by its length, as Baichuan 2 does.", affects="model"
+        ),
     )
     hidden_dropout: float = field(
         default=0.1, metadata=flag("Dropout on embeddings and residual branches.", at_least=0, below=1)

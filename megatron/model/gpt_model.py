@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks
 
@@ -25,6 +27,36 @@ from megatron.model.rotary import RotaryTable, rotary_table
 from megatron.model.transformer import TransformerBlock
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
+class OutputLayer(ColumnParallelLinear):
+    """The output head as a layer of its own: [s/t or s, b, h] -> logits [s, b, v_padded/t]."""
+
+    def __init__(
+        self, config: TransformerConfig, *, vocab_size: int, padded_vocab_size: int, placement: Placement
+    ) -> None:
+        super().__init__(
+            config.hidden_size,
+            vocab_size,
+            padded_out_features=padded_vocab_size,
+            placement=placement,
+            bias=False,
+            init=embedding_init(config) if config.tied_embeddings else Init.normal(config.init_method_std),
+        )
+        self.normalized = config.normalize_output_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = unit_rows(self.weight) if self.normalized else self.weight
+        return column_parallel_linear(x, weight, None, self.placement)
+
+
+def unit_rows(weight: Tensor) -> Tensor:
+    """Each row divided by its length: [v, h] -> the same shape. Baichuan 2, arXiv 2309.10305, section 2.4.
+
+    Computed in float32 at least. Rows of zeros, as padding has, stay zero.
+    """
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return F.normalize(wide, dim=-1).to(weight.dtype)
 
 
 class GPTModel(nn.Module):
@@ -65,15 +97,10 @@ class GPTModel(nn.Module):
         self.decoder = TransformerBlock(
             config, layers=stage.layers, final_layernorm=stage.has_output, placement=placement
         )
-        self.output_layer: ColumnParallelLinear | None = None
+        self.output_layer: OutputLayer | None = None
         if stage.has_output and not (config.tied_embeddings and stage.has_embedding):
-            self.output_layer = ColumnParallelLinear(
-                config.hidden_size,
-                vocab_size,
-                padded_out_features=padded_vocab_size,
-                placement=placement,
-                bias=False,
-                init=embedding_init(config) if config.tied_embeddings else Init.normal(config.init_method_std),
+            self.output_layer = OutputLayer(
+                config, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size, placement=placement
             )
         self._tie()
         name_parameters(self)
@@ -191,8 +218,10 @@ class GPTModel(nn.Module):
         return column_parallel_linear(hidden_states, self._output_weight(), None, self.placement)
 
     def _output_weight(self) -> Tensor:
-        """[v_padded/t, h]"""
+        """What hidden states are multiplied with, [v_padded/t, h]."""
         if self.output_layer is not None:
-            return self.output_layer.weight
-        assert self.embedding is not None
-        return self.embedding.word_embeddings.weight
+            weight = self.output_layer.weight
+        else:
+            assert self.embedding is not None
+            weight = self.embedding.word_embeddings.weight
+        return unit_rows(weight) if self.config.normalize_output_weights else weight

@@ -188,5 +188,7 @@ def _end_bytes(config: MegatronConfig, stage: StageLayout, padded_vocab_size: in
         kept += own_tokens * (model.hidden_size * (_residual_itemsize(config) + item) + _statistics_bytes(config))
         if not model.fuses_output_layer:
             kept += tokens * (padded_vocab_size // t) * item  # the logits
+        if model.normalize_output_weights:  # the rows as they are multiplied, and as wide as their length is taken
+            kept += padded_vocab_size // t * model.hidden_size * (item + (_FLOAT if item < _FLOAT else 0))
         kept += tokens * (_INDEX + 2 * max(_FLOAT, item))  # targets, log-sum-exp, loss mask
     return kept

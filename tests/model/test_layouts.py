@@ -41,6 +41,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "window_size": (9, 0),
         "qk_layernorm": True,
     },
+    "alibi with a normalized head": {
+        "position_embedding_type": "alibi",
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "normalize_output_weights": True,
+    },
 }
 
 

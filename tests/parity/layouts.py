@@ -72,6 +72,10 @@ class Case:
                 *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
                 *("--disable-bias-linear", "--qk-layernorm", "--add-qkv-bias"),
             ],
+            "baichuan": [
+                *("--position-embedding-type", "alibi", "--normalization", "RMSNorm", "--swiglu"),
+                *("--disable-bias-linear", "--normalize-output-weights"),
+            ],
         }[self.flavour]
         return tuple(arguments)
 
@@ -116,7 +120,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "layers": (4, 5, 9),
     "dropout": (False, True),
     "micro_batch": (1, 2),
-    "flavour": ("gpt", "llama"),
+    "flavour": ("gpt", "llama", "baichuan"),
     "order": ("tp-pp", "tp-pp-dp"),
     "data": tuple(DATA_PARALLELISM),
 }

@@ -13,20 +13,28 @@ STEPS = 2
 LINEAR = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "linear")
 TP, SP, PP = ("--tensor-model-parallel-size", "2"), ("--sequence-parallel",), ("--pipeline-model-parallel-size", "2")
 UNTIED = ("--untie-embeddings-and-output-weights",)
-LAYOUTS: list[tuple[int, tuple[str, ...]]] = [(1, ()), (2, (*TP, *SP, *UNTIED)), (4, (*TP, *PP))]
+NORMALIZED = ("--normalize-output-weights",)
+MODEL = {*UNTIED, *NORMALIZED}
+LAYOUTS: list[tuple[int, tuple[str, ...]]] = [
+    (1, ()),
+    (2, (*TP, *SP, *UNTIED)),
+    (2, (*TP, *UNTIED, *NORMALIZED)),
+    (4, (*TP, *PP)),
+]
 MORE_LAYOUTS: list[tuple[int, tuple[str, ...]]] = [
     (2, TP),
     (2, ()),
     (2, PP),
     (4, (*TP, *SP)),
     (4, (*TP, *SP, *PP, *UNTIED)),
+    (4, (*TP, *SP, *PP, *NORMALIZED)),
 ]
 
 
 def check(world_size: int, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_cross_entropy, "_CPU_CHUNK", 0)
     monkeypatch.setattr(linear_cross_entropy, "_LEAST_ROWS", 60)  # of 251: several chunks, the last one smaller
-    model = ("--fp64", *(UNTIED if UNTIED[0] in layout else ()))
+    model = ("--fp64", *(flag for flag in layout if flag in MODEL))
     (expected,) = run_distributed(train_steps, 1, STEPS, *model)
     ranks = run_distributed(train_steps, world_size, STEPS, *model, *layout, *LINEAR)
     for step in range(STEPS):
