@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -350,9 +350,14 @@ def initialize_megatron(
         LaunchError: ranks are missing or too many, or the launch environment is incomplete.
     """
     if argv_or_config is None:
-        with exiting(_speaks_at_the_start, records=_record_for_launcher):
+        with exiting_at_the_start():
             return _initialize(sys.argv[1:], extra_args_provider)
     return _initialize(argv_or_config, extra_args_provider)
+
+
+def exiting_at_the_start() -> AbstractContextManager[None]:
+    """Ends the program as `exiting` does, before the ranks have met: one of each node says why."""
+    return exiting(_speaks_at_the_start, records=_record_for_launcher)
 
 
 def _speaks_at_the_start(why: BaseException) -> bool:
@@ -401,33 +406,9 @@ def _initialize(
         nodes = [f"node{rank // DEFAULT_RANKS_PER_NODE}" for rank in range(world_size)]
         print(parallel_state.describe_groups(grid, nodes), flush=True)
         sys.exit(0)
-    backend = devices.choose_backend(parallel.distributed_backend)
-    try:
-        device = devices.choose_device(backend, launch.local_rank, gpu_per_task=launch.gpu_per_task)
-    except ValueError as error:
-        raise LaunchError(str(error), speaks=launch.local_rank == 0) from error
     set_kernel_choice(_kernel_choice(config.training))
-    nodes, store = ["node0"], None
-    if launch.launched:
-        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        nodes, store = _join_world(launch, backend, device, timeout, config.values_of_all_ranks())
-    state = parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        order=parallel.rank_order,
-        nodes=nodes,
-        timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
-    )
-    context = MegatronContext(
-        config=config,
-        state=state,
-        device=device,
-        extra=extra,
-        store=store,
-        started=started,
-        launcher=parent if launch.watched else None,
-    )
+    context = _join(config, launch, extra, started, parent)
+    state, device = context.state, context.device
     if parallel.print_parallel_groups:
         context.say(str(state))
     if device.type == "cpu" and parallel.distributed_backend is None:
@@ -441,6 +422,60 @@ def _initialize(
     if device.type == "cpu" and (warning := _memory_warning(state, config, _bytes_of_memory())):
         context.say(f"warning: {warning}")
     return context
+
+
+def join_ranks(config: MegatronConfig) -> MegatronContext:
+    """The groups and the device of a program that uses a model and trains none; it says nothing.
+
+    Args:
+        config: its layout takes as many ranks as its world has.
+
+    Raises:
+        LaunchError: other than so many processes were started, or the launch environment is incomplete.
+    """
+    started, parent = time.monotonic(), os.getppid()
+    launch, parallel = read_launch_environment(os.environ), config.parallel
+    assert parallel.world_size == parallel.model_parallel_size
+    if launch.world_size != parallel.world_size:
+        raise LaunchError(
+            f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size} with --pipeline-model-parallel-size "
+            f"{parallel.pipeline_model_parallel_size} is for {parallel.world_size} rank(s), and {launch.world_size} "
+            f"started: {launch_line(parallel.world_size, slurm=launch.slurm)}"
+        )
+    return _join(config, launch, argparse.Namespace(), started, parent)
+
+
+def _join(
+    config: MegatronConfig, launch: LaunchEnvironment, extra: argparse.Namespace, started: float, parent: int
+) -> MegatronContext:
+    """Meet the other ranks, and make the groups."""
+    parallel = config.parallel
+    backend = devices.choose_backend(parallel.distributed_backend)
+    try:
+        device = devices.choose_device(backend, launch.local_rank, gpu_per_task=launch.gpu_per_task)
+    except ValueError as error:
+        raise LaunchError(str(error), speaks=launch.local_rank == 0) from error
+    nodes, store = ["node0"], None
+    if launch.launched:
+        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        nodes, store = _join_world(launch, backend, device, timeout, config.values_of_all_ranks())
+    state = parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        order=parallel.rank_order,
+        nodes=nodes,
+        timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
+    )
+    return MegatronContext(
+        config=config,
+        state=state,
+        device=device,
+        extra=extra,
+        store=store,
+        started=started,
+        launcher=parent if launch.watched else None,
+    )
 
 
 def _set_up_cpu(context: MegatronContext) -> None:
