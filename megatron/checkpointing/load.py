@@ -7,7 +7,8 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,26 @@ class LoadSummary:
         tensors: number of tensors.
         bytes_read: from the files.
         casts: one line for each conversion of a floating-point kind, to be shown to the user.
+        left: one line for each tensor that was left out, as `partial` allows, on any rank.
     """
 
     tensors: int
     bytes_read: int
     casts: tuple[str, ...]
+    left: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    """What a rank asks for beside what there is.
+
+    Attributes:
+        asked: one byte for each key of the checkpoint, in order: whether the rank asks for it.
+        misfits: by key, why what it asks for cannot be had.
+    """
+
+    asked: bytes
+    misfits: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +82,14 @@ class Checkpoint:
         """Global tensors by key: dtype, shape, slices."""
         return self.index.tensors
 
-    def load_into(self, tensors: Iterable[NamedTensor], *, world: CommGroup, ignore: Sequence[str] = ()) -> LoadSummary:
+    def load_into(
+        self,
+        tensors: Iterable[NamedTensor],
+        *,
+        world: CommGroup,
+        ignore: Sequence[str] = (),
+        partial: Sequence[str] = (),
+    ) -> LoadSummary:
         """Fill local tensors with their parts of the global ones; a collective over `world`.
 
         Whole tensors, copies of tied ones and replicated pieces are filled too; padding, which is in no
@@ -76,40 +99,67 @@ class Checkpoint:
         Args:
             tensors: this rank's tensors. All ranks together must ask for every tensor of the checkpoint.
             ignore: prefixes of keys that need not be asked for, as "optimizer." for weights only.
+            partial: patterns as "model.output_layer.*": what they name may be missing, surplus or of another shape or
+                dtype, and is then left as it is. The optimizer's state of a weight goes by the weight's key too.
 
         Raises:
             CheckpointError: on all ranks: a list of tensors that are missing, surplus, or of another shape or dtype;
-                or the file and tensor that are damaged.
+                a pattern that names nothing; or the file and tensor that are damaged.
         """
         asked = list(tensors)
         phase = f"loading {self.folder}"
-        keys = sorted(self.tensors)
-        found = agree(world, phase, lambda: self._fits(asked, keys), raises=CheckpointError)
-        used = [any(marks) for marks in zip(*found, strict=True)]
-        surplus = [
-            f"{key} {self.tensors[key].shape}: in the checkpoint only"
-            for key, is_used in zip(keys, used, strict=True)
-            if not is_used and not key.startswith(tuple(ignore))
-        ]
-        if surplus:
+        misfits, surplus = self._differences(asked, world, phase)
+        surplus = {key: line for key, line in surplus.items() if not key.startswith(tuple(ignore))}
+        allowed = self._named(partial, misfits, phase)
+        wrong = [[line for key, line in each.items() if key not in allowed] for each in (misfits, surplus)]
+        if any(wrong):
             raise CheckpointError(
-                f"{phase}: {counted(len(surplus), 'tensor')} that no rank's model has:\n{listing(surplus)}"
+                f"{phase}: {counted(sum(map(len, wrong)), 'tensor')} of model and checkpoint do not match:\n"
+                + "\n".join(listing(lines) for lines in wrong if lines)
+                + "\n--load-partial GLOB leaves those that it names out"
             )
+        fitting = [named for named in asked if named.key not in misfits]
         summaries: list[LoadSummary] = []
-        agree(world, phase, lambda: summaries.append(self._read(asked)), raises=CheckpointError)
-        return summaries[0]
+        agree(world, phase, lambda: summaries.append(self._read(fitting)), raises=CheckpointError)
+        return replace(summaries[0], left=(*misfits.values(), *surplus.values()))
 
-    def _fits(self, asked: Sequence[NamedTensor], keys: Sequence[str]) -> bytes:
-        """One byte for each key: whether this rank asks for it."""
-        problems = []
+    def _differences(
+        self, asked: Sequence[NamedTensor], world: CommGroup, phase: str
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Over all ranks, each with a line to show: what cannot be filled, and what nobody asks for; by key."""
+        keys = sorted(self.tensors)
+        found = agree(world, phase, lambda: self._compare(asked, keys), raises=CheckpointError)
+        misfits = {key: line for each in found for key, line in each.misfits.items()}
+        is_asked = [any(marks) for marks in zip(*(each.asked for each in found), strict=True)]
+        surplus = {
+            key: f"{key} {self.tensors[key].shape}: in the checkpoint only"
+            for key, here in zip(keys, is_asked, strict=True)
+            if not here
+        }
+        return misfits, surplus
+
+    def _compare(self, asked: Sequence[NamedTensor], keys: Sequence[str]) -> _Comparison:
+        misfits = {}
         for named in asked:
             problem = misfit(self.tensors, named.key, named.shard.global_shape, named.tensor.dtype)
             if problem is not None:
-                problems.append(problem)
-        if problems:
-            raise CheckpointError(f"{counted(len(problems), 'tensor')} cannot be filled:\n{listing(problems)}")
+                misfits[named.key] = problem
         wanted = {named.key for named in asked}
-        return bytes(key in wanted for key in keys)
+        return _Comparison(asked=bytes(key in wanted for key in keys), misfits=misfits)
+
+    def _named(self, patterns: Sequence[str], misfits: Iterable[str], phase: str) -> set[str]:
+        """The keys of model and checkpoint that any pattern names."""
+        keys = {*self.tensors, *misfits}
+        found: set[str] = set()
+        for pattern in patterns:
+            named = {key for key in keys if any(fnmatchcase(name, pattern) for name in {key, _weight_of(key)})}
+            if not named:
+                raise CheckpointError(
+                    f"{phase}: {pattern!r} names no tensor of the model or of the checkpoint; "
+                    f"the first one there is {min(keys)}"
+                )
+            found |= named
+        return found
 
     def _read(self, asked: Sequence[NamedTensor]) -> LoadSummary:
         """Read file by file, so that at most one is open."""
@@ -135,6 +185,11 @@ class Checkpoint:
             for (stored, wanted), count in casts.items()
         )
         return LoadSummary(tensors=len(asked), bytes_read=bytes_read, casts=lines)
+
+
+def _weight_of(key: str) -> str:
+    """The key of the weight that "optimizer.<kind>.<name>" is state of; other keys are their own."""
+    return re.sub(r"^optimizer\.[^.]+\.", "model.", key)
 
 
 def _store(values: Tensor, target: Numbers) -> None:

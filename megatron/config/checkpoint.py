@@ -35,6 +35,15 @@ class CheckpointConfig:
     load_optim: bool = field(
         default=True, metadata=flag("Load the optimizer.", off_help="Start with a fresh optimizer after --load.")
     )
+    load_partial: tuple[str, ...] = field(
+        default=(),
+        metadata=flag(
+            "Tensors that --load may find missing, surplus or of another shape, as 'model.output_layer.*': they keep "
+            "their first values.",
+            words="+",
+            metavar="GLOB",
+        ),
+    )
     finetune: bool = field(default=False, metadata=flag("Load only the weights; start at iteration 0 with new data."))
     override_opt_param_scheduler: bool = field(
         default=False,
@@ -67,6 +76,7 @@ class CheckpointConfig:
             "--ckpt-step": self.ckpt_step is not None,
             "--finetune": self.finetune,
             "--no-load-optim": not self.load_optim,
+            "--load-partial": bool(self.load_partial),
         }
         for name in (name for name, given in needs_load.items() if given and self.load is None):
             yield Problem(

@@ -69,7 +69,7 @@ class TokenizerConfig:
         default=None,
         metadata=flag(
             "Vocabulary of NullTokenizer; others know theirs, which it must be.",
-            affects="model",
+            affects="tensors",
             at_least=1,
             at_most=LARGEST_VOCABULARY,
         ),
@@ -81,7 +81,7 @@ class TokenizerConfig:
         default=None,
         metadata=flag(
             "Vocabulary rows of the model itself, instead of the tokenizer's size.",
-            affects="model",
+            affects="tensors",
             at_least=1,
             at_most=LARGEST_VOCABULARY,
         ),

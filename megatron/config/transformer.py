@@ -41,9 +41,9 @@ class RecomputeUnit:
 class TransformerConfig:
     """Sizes and choices of the model. Derived sizes are properties."""
 
-    num_layers: int = field(metadata=flag("Transformer layers.", affects="model", at_least=1, at_most=MOST_LAYERS))
+    num_layers: int = field(metadata=flag("Transformer layers.", affects="tensors", at_least=1, at_most=MOST_LAYERS))
     hidden_size: int = field(
-        metadata=flag("Width of the residual stream.", affects="model", at_least=1, at_most=1_000_000)
+        metadata=flag("Width of the residual stream.", affects="tensors", at_least=1, at_most=1_000_000)
     )
     num_attention_heads: int = field(
         metadata=flag("Query heads of each layer.", affects="model", at_least=1, at_most=MOST_HEADS)
@@ -52,7 +52,8 @@ class TransformerConfig:
         default=None,
         metadata=flag(
             "Width inside the MLP; 4 x hidden when not given, 8/3 x hidden rounded down to 64 with SwiGLU.",
-            affects="model",
+            affects="tensors",
+            meaning="ffn_size",
             aliases=("--intermediate-size",),
             at_least=1,
             at_most=10_000_000,
@@ -61,24 +62,36 @@ class TransformerConfig:
     kv_channels: int | None = field(
         default=None,
         metadata=flag(
-            "Width of a head; hidden / heads when not given.", affects="model", at_least=1, at_most=1_000_000
+            "Width of a head; hidden / heads when not given.",
+            affects="model",
+            meaning="head_dim",
+            at_least=1,
+            at_most=1_000_000,
         ),
     )
     group_query_attention: bool = field(
-        default=False, metadata=flag("Share keys and values among groups of query heads.", affects="model")
+        default=False,
+        metadata=flag("Share keys and values among groups of query heads.", affects="model", meaning="query_groups"),
     )
     num_query_groups: int | None = field(
         default=None,
         metadata=flag(
             "Key/value heads with --group-query-attention (there, 1 when not given).",
             affects="model",
+            meaning="query_groups",
             at_least=1,
             at_most=MOST_HEADS,
         ),
     )
     max_position_embeddings: int | None = field(
         default=None,
-        metadata=flag("Rows of the learned position table.", affects="model", at_least=1, at_most=LONGEST_SEQUENCE),
+        metadata=flag(
+            "Rows of the learned position table.",
+            affects="tensors",
+            meaning="learned_positions",
+            at_least=1,
+            at_most=LONGEST_SEQUENCE,
+        ),
     )
     position_embedding_type: PositionEmbedding = field(
         default="learned_absolute",
@@ -107,7 +120,7 @@ class TransformerConfig:
     rope_scaling_factor: float = field(
         default=8.0, metadata=flag("Factor of --use-rope-scaling.", affects="model", above=0)
     )
-    normalization: Normalization = field(default="LayerNorm", metadata=flag("Norm of every layer.", affects="model"))
+    normalization: Normalization = field(default="LayerNorm", metadata=flag("Norm of every layer.", affects="tensors"))
     norm_epsilon: float = field(
         default=1e-5,
         metadata=flag("Epsilon inside the norms.", affects="model", aliases=("--layernorm-epsilon",), above=0),
@@ -127,14 +140,14 @@ class TransformerConfig:
             "Biases in the linear layers.",
             off="--disable-bias-linear",
             off_help="No biases in the linear layers.",
-            affects="model",
+            affects="tensors",
         ),
     )
     add_qkv_bias: bool = field(
         default=False,
-        metadata=flag("Bias of the query/key/value projection, also without other biases.", affects="model"),
+        metadata=flag("Bias of the query/key/value projection, also without other biases.", affects="tensors"),
     )
-    qk_layernorm: bool = field(default=False, metadata=flag("Normalize queries and keys per head.", affects="model"))
+    qk_layernorm: bool = field(default=False, metadata=flag("Normalize queries and keys per head.", affects="tensors"))
     window_size: tuple[int, int] | None = field(
         default=None,
         metadata=flag(
@@ -276,6 +289,11 @@ class TransformerConfig:
     def fuses_output_layer(self) -> bool:
         """Whether the output layer and its loss are one operation, without logits."""
         return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+
+    @property
+    def learned_positions(self) -> int | None:
+        """Rows of the position table, if there is one."""
+        return self.max_position_embeddings if self.position_embedding_type == "learned_absolute" else None
 
     @property
     def qkv_size(self) -> int:

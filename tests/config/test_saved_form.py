@@ -57,11 +57,32 @@ def test_a_split_that_means_the_same_is_no_difference(parse: Parse) -> None:
 
 
 @pytest.mark.parametrize(
+    "saved, present",
+    [
+        ("", "--ffn-hidden-size {ffn}"),
+        ("", "--kv-channels {head}"),
+        ("", "--group-query-attention --num-query-groups {heads}"),
+        (
+            "--group-query-attention --num-query-groups 1",
+            "--group-query-attention",
+        ),
+        ("--position-embedding-type rope", "--position-embedding-type rope --max-position-embeddings 4096"),
+    ],
+)
+def test_a_size_that_is_given_and_follows_from_the_others_too_is_no_difference(
+    parse: Parse, saved: str, present: str
+) -> None:
+    model = parse().model
+    present = present.format(ffn=model.ffn_size, head=model.head_dim, heads=model.num_attention_heads)
+    assert difference(parse(saved), parse(present)) == []
+
+
+@pytest.mark.parametrize(
     "saved, present, flag, affects",
     [
-        ("", "--num-layers 4", "--num-layers", "model"),
+        ("", "--num-layers 4", "--num-layers", "tensors"),
         ("", "--position-embedding-type rope", "--position-embedding-type", "model"),
-        ("", "--vocab-size 200", "--vocab-size", "model"),
+        ("", "--vocab-size 200", "--vocab-size", "tensors"),
         ("", "--seed 7", "--seed", "data"),
         ("", "--split 1", "--split", "data"),
         ("--split 969,30,1", "", "--split", "data"),  # mock data is divided evenly when it is not given
