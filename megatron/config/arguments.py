@@ -30,6 +30,7 @@ def parse_arguments(
     purpose: Purpose = "training",
     check_files: bool = True,
     machine_problems: Callable[[MegatronConfig], Iterable[Problem]] = lambda config: (),
+    comment: Callable[[MegatronConfig], str] = lambda config: "",
     say: Callable[[str], object] = print,
 ) -> tuple[MegatronConfig, argparse.Namespace]:
     """The configuration that a command line describes, and the values of a program's own arguments.
@@ -47,6 +48,7 @@ def parse_arguments(
         purpose: which rules must hold; to print the groups of another world, those of the layout do.
         check_files: whether tokenizer files and corpora must be there.
         machine_problems: what this machine lacks for a configuration that is to run on it, not only to be printed.
+        comment: what there is to say of a configuration that is printed, and keeps the rules.
         say: receives the lines about flags that need a word, and the printed configuration; silent ranks pass another.
 
     Raises:
@@ -86,6 +88,8 @@ def parse_arguments(
     if problems:
         raise ConfigError(problems)
     if print_config:
+        for line in comment(config).splitlines():
+            say(f"# {line}")
         raise SystemExit(0)
     for line in reader.start_lines(config, purpose):
         say(line)

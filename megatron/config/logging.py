@@ -27,7 +27,10 @@ class LoggingConfig:
     log_params_norm: bool = field(default=False, metadata=flag("Report the norm of the parameters."))
     log_memory: bool = field(
         default=False,
-        metadata=flag("Report the memory of each pipeline stage: predicted, and measured in the second iteration."),
+        metadata=flag(
+            "Report the memory of each pipeline stage: predicted, and measured in the second iteration; with "
+            "--print-config predicted, after the configuration."
+        ),
     )
     log_num_zeros_in_grad: bool = field(default=False, metadata=flag("Report zeros in the gradient."))
     timing_log_level: int = field(

@@ -39,6 +39,7 @@ from megatron.core.kernels.extension import describe_kernels, kernel_problems
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel.random import RngStateTracker, model_parallel_rng_tracker
 from megatron.planning.memory import memory_table, predict_memory
+from megatron.tokenizer.build import build_tokenizer
 from megatron.training.failures import OutOfMemory, RankGone, exiting, topic
 
 # A launcher ends all ranks when the first one leaves: seconds that a silent rank leaves to the one that says why.
@@ -386,6 +387,7 @@ def _initialize(
             world_size=launch.world_size,
             launched=launch.launched,
             machine_problems=_machine_problems,
+            comment=_planned_memory,
             say=partial(print, flush=True) if launch.rank == 0 else lambda text: None,
         )
     # What the rooms below say (an index is built, waited for, damaged): one voice a node. The others are silent, short
@@ -418,8 +420,6 @@ def _initialize(
     if device.type == "cpu":
         _set_up_cpu(context)
     for warning in _node_warnings(state, config):
-        context.say(f"warning: {warning}")
-    if device.type == "cpu" and (warning := _memory_warning(state, config, _bytes_of_memory())):
         context.say(f"warning: {warning}")
     return context
 
@@ -504,6 +504,19 @@ def _choose_products(training: TrainingConfig, state: ParallelState) -> str:
     use_fast_products(exact)
     taken = "torch's fast path" if exact else "the default path, as torch's fast one is not exact here"
     return f"{taken} (error {float(worst):.1e}, limit {LARGEST_ERROR:.0e})"
+
+
+def _planned_memory(config: MegatronConfig) -> str:
+    """What `--log-memory` says of a configuration that is only printed; on one replica where no world is given."""
+    if not config.logging.log_memory:
+        return ""
+    config = config.on(config.parallel.world_size or config.parallel.model_parallel_size)
+    config.validate(check_files=False)
+    stages = predict_memory(
+        config, padded_vocab_size=config.padded_vocab_size(build_tokenizer(config.tokenizer).vocab_size)
+    )
+    title = f"memory of a rank of each stage, predicted for --world-size {config.parallel.world_size} (MB)"
+    return f"{title}:\n{memory_table(stages)}"
 
 
 def _machine_problems(config: MegatronConfig) -> Iterator[Problem]:
@@ -641,25 +654,3 @@ def _node_warnings(state: ParallelState, config: MegatronConfig) -> list[str]:
         f"reduces {megabytes:.1f} MB per micro-batch over the network, which is several times slower than the links "
         f"inside a node; --tensor-model-parallel-size {per_node} or a divisor of it stays inside one"
     ]
-
-
-def _memory_warning(state: ParallelState, config: MegatronConfig, available: int) -> str:
-    """What the ranks of this node need by the account of memory, where the node has no room for it; else "".
-
-    Args:
-        available: bytes of memory that the node has.
-    """
-    vocabulary = config.padded_vocab_size(config.tokenizer.vocab_size or 1)  # that of a file is not read yet
-    stages = predict_memory(config, padded_vocab_size=vocabulary)
-    here = [rank for rank, node in enumerate(state.nodes) if node == state.nodes[state.rank]]
-    needed = sum(stages[state.grid.coordinates(rank)["pp"]].total for rank in here)
-    if needed <= available:
-        return ""
-    return (
-        f"the {len(here)} rank(s) of this node need about {needed / 1e9:,.1f} GB or more, and it has "
-        f"{available / 1e9:,.1f} GB of memory; a rank of each stage (MB):\n{memory_table(stages)}"
-    )
-
-
-def _bytes_of_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

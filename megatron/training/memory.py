@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.config.megatron_config import MegatronConfig
 from megatron.core.collectives import all_gather_object
+from megatron.core.parallel_state import ParallelState
 from megatron.model.gpt_model import GPTModel
 from megatron.planning.memory import StageMemory, memory_table, predict_memory
 from megatron.planning.options import cheapest_that_fit
@@ -20,7 +21,7 @@ from megatron.training.failures import OutOfMemory
 from megatron.training.initialize import MegatronContext
 from megatron.training.metrics import StepReport
 from megatron.training.run import Hook, Run
-from megatron.training.setup import build_vocabulary, implied_parameter_count
+from megatron.training.setup import Vocabulary, build_vocabulary, implied_parameter_count
 
 
 class MemoryAccount(Hook):
@@ -142,11 +143,40 @@ def out_of_memory_advice(config: MegatronConfig, available: int) -> str:
     return "\n".join(lines)
 
 
+def warn_of_too_little_memory(context: MegatronContext, vocabulary: Vocabulary) -> None:
+    """Say at the start of a run on CPUs what its ranks need, where their node has no room for it."""
+    if context.device.type != "cpu":
+        return
+    stages = predict_memory(context.config, padded_vocab_size=vocabulary.padded_size)
+    if warning := _memory_warning(context.state, stages, _bytes_of_memory()):
+        context.say(f"warning: {warning}")
+
+
+def _memory_warning(state: ParallelState, stages: Sequence[StageMemory], available: int) -> str:
+    """What the ranks of this node need by the account of memory, where the node has no room for it; else "".
+
+    Args:
+        available: bytes of memory that the node has.
+    """
+    here = [rank for rank, node in enumerate(state.nodes) if node == state.nodes[state.rank]]
+    needed = sum(stages[state.grid.coordinates(rank)["pp"]].total for rank in here)
+    if needed <= available:
+        return ""
+    return (
+        f"the {len(here)} rank(s) of this node need about {needed / 1e9:,.1f} GB or more, and it has "
+        f"{available / 1e9:,.1f} GB of memory; a rank of each stage (MB):\n{memory_table(stages)}"
+    )
+
+
+def _bytes_of_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def bytes_for_a_rank(context: MegatronContext) -> int:
     """Memory of its GPU, or a rank's share of that of its node, or what the shell allows a process."""
     if context.device.type == "cuda":
         return int(torch.cuda.mem_get_info(context.device)[1])
     nodes = context.state.nodes
-    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // nodes.count(nodes[context.state.rank])
+    share = _bytes_of_memory() // nodes.count(nodes[context.state.rank])
     allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
     return share if allowed == resource.RLIM_INFINITY else min(share, allowed)

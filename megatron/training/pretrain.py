@@ -17,7 +17,7 @@ from megatron.training.checkpoints import load_run, open_checkpoint, progress_of
 from megatron.training.data_loaders import DatasetsProvider, build_loaders
 from megatron.training.hooks import Evaluation, Exits, Saving, StopOnNaN
 from megatron.training.initialize import MegatronContext, initialize_megatron
-from megatron.training.memory import MemoryAccount, explaining_out_of_memory
+from megatron.training.memory import MemoryAccount, explaining_out_of_memory, warn_of_too_little_memory
 from megatron.training.microbatches import BatchSizeSchedule
 from megatron.training.reports import JsonLog, LogLine, MemoryReport, TensorBoard
 from megatron.training.run import ForwardStep, Hook, Run
@@ -125,6 +125,7 @@ def _build_run(
         rampup=config.training.rampup_batch_size,
     )
     vocabulary = build_vocabulary(config)
+    warn_of_too_little_memory(context, vocabulary)
     layout = build_layout(config, vocabulary)
     chunks = build_chunks(context, layout, vocabulary, model_provider)
     parameters = check_parameter_count(context, chunks)

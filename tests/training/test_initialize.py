@@ -432,38 +432,33 @@ def test_a_start_without_a_gpu_says_so_unless_it_was_asked_for(
     printed = capsys.readouterr().out
     line = "no GPU is visible: 1 rank computes on a CPU, the default then; --distributed-backend nccl makes it an error"
     assert printed.splitlines().count(line) == said
-    assert "GB of memory" not in printed
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--tensor-model-parallel-size", "4"),
-        ("--tensor-model-parallel-size", "2", "--use-distributed-optimizer"),
-        ("--pipeline-model-parallel-size", "2", "--seq-length", "64", "--max-position-embeddings", "64"),
-    ],
-    ids=["tp4", "sharded", "pp2"],
-)
-def test_a_run_that_a_nodes_memory_has_no_room_for_gets_a_warning_with_the_account(flags: tuple[str, ...]) -> None:
-    """Two of four ranks; in a pipeline those of the first stage here, and of the last one on the other node."""
-    config = tiny_config("--bf16", *flags, world_size=4)
-    parallel = config.parallel
-    grid = parallel_state.grid_of_world(
-        4, tensor=parallel.tensor_model_parallel_size, pipeline=parallel.pipeline_model_parallel_size
-    )
-    assert config.tokenizer.vocab_size is not None
-    stages = predict_memory(config, padded_vocab_size=config.padded_vocab_size(config.tokenizer.vocab_size))
-    for rank, stage in ((0, stages[0]), (2, stages[-1])):
-        state = replace(parallel_state.ParallelState.single(), grid=grid, nodes=("a", "a", "b", "b"), rank=rank)
-        assert initialize._memory_warning(state, config, 2 * stage.total) == ""
-        text = initialize._memory_warning(state, config, 2 * stage.total - 1)
-        assert text.startswith(f"the 2 rank(s) of this node need about {2 * stage.total / 1e9:.1f} GB or more")
-        assert text.endswith(memory_table(stages))
+def printed_configuration(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit, match="0"):
+        initialize_megatron([*TINY_GPT, "--print-config", *arguments])
+    return capsys.readouterr().out
 
 
-def test_a_start_warns_of_what_the_memory_has_no_room_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("ranks, given", [(2, ()), (8, ("--world-size", "8"))], ids=["one replica", "a world"])
+def test_the_printed_configuration_has_the_account_of_memory_that_is_asked_for_as_comments(
+    ranks: int, given: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(initialize, "_bytes_of_memory", lambda: 1000)
-    initialize_megatron(TINY_GPT)
-    assert "warning: the 1 rank(s) of this node need about" in capsys.readouterr().out
+    layout = ("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer")
+    printed = printed_configuration(capsys, *layout, *given, "--log-memory")
+    config, comments = printed.split("\n# ", 1)
+    stages = predict_memory(tiny_config(*layout, world_size=ranks), padded_vocab_size=256)
+    title = f"memory of a rank of each stage, predicted for --world-size {ranks} (MB):"
+    assert f"# {comments}".splitlines() == [f"# {line}" for line in [title, *memory_table(stages).splitlines()]]
+    without = printed_configuration(capsys, *layout, *given)
+    assert "# memory" not in without
+    assert [line for line in config.splitlines() if "log_memory" not in line] == [
+        line for line in without.splitlines() if "log_memory" not in line
+    ]
+
+
+def test_no_account_of_memory_is_printed_of_a_batch_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ("--micro-batch-size", "3")
+    printed_configuration(capsys, *wrong)
+    with pytest.raises(ConfigError, match="--global-batch-size 8: must be divisible"):
+        printed_configuration(capsys, *wrong, "--log-memory")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.planning.memory import StageMemory, predict_memory
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.core import parallel_state
+from megatron.planning.memory import StageMemory, memory_table, predict_memory
 from megatron.planning.saved_tensors import SavedBytes
-from megatron.training import initialize
+from megatron.training import initialize, memory
 from megatron.training.gpt import gpt_datasets, gpt_model
 from megatron.training.memory import (
     MemoryAccount,
+    _memory_warning,
     is_out_of_memory,
     measured_memory,
     out_of_memory_advice,
     predicted_memory,
 )
-from megatron.training.pretrain import pretrain
+from megatron.training.pretrain import build_run, pretrain, train
 from megatron.training.train_step import train_step
 from pretrain_gpt import forward_step
 from tests.helpers.distributed import run_distributed
 from tests.helpers.launch import launch
-from tests.helpers.tiny import TINY_GPT, tiny_config, tiny_run
+from tests.helpers.tiny import TINY_GPT, context_of_rank, tiny_config, tiny_run
 from tests.training.runs import trained
 
 # Documents' masks are left out: the account has them, and each sample of the tiny data ends in padding of its own.
@@ -115,7 +119,7 @@ import resource, sys
 import torch
 from megatron.training.initialize import initialize_megatron
 from megatron.training.gpt import gpt_datasets, gpt_model
-from megatron.training.pretrain import pretrain
+from megatron.training.pretrain import build_run, pretrain, train
 from pretrain_gpt import forward_step
 limit = int(sys.argv.pop(1))
 def limited(*arguments):
@@ -193,6 +197,7 @@ def test_the_account_is_printed_at_the_start_and_measured_in_the_second_iteratio
     trained("--log-memory", "--train-iters", "3")
     text = capsys.readouterr().out
     assert text.count("predicted (MB):") == 1
+    assert "GB of memory" not in text, "there is enough"
     assert text.count("predicted -> measured in iteration 2 (MB):") == 1
     assert re.search(r"\n +0  +0\.5 -> 0\.5 ", text)
 
@@ -216,6 +221,47 @@ def test_activations_of_which_each_rank_keeps_a_part_are_predicted_only() -> Non
     assert stage == "0"
     assert all("->" in cell for cell in (parameters, gradients, optimizer, total))
     assert all(float(cell) >= 0 for cell in (activations, recomputed))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--tensor-model-parallel-size", "4"),
+        ("--tensor-model-parallel-size", "2", "--use-distributed-optimizer"),
+        ("--pipeline-model-parallel-size", "2", "--seq-length", "64", "--max-position-embeddings", "64"),
+    ],
+    ids=["tp4", "sharded", "pp2"],
+)
+def test_a_run_that_a_nodes_memory_has_no_room_for_gets_a_warning_with_the_account(flags: tuple[str, ...]) -> None:
+    """Two of four ranks; in a pipeline those of the first stage here, and of the last one on the other node."""
+    config = tiny_config("--bf16", *flags, world_size=4)
+    parallel = config.parallel
+    grid = parallel_state.grid_of_world(
+        4, tensor=parallel.tensor_model_parallel_size, pipeline=parallel.pipeline_model_parallel_size
+    )
+    assert config.tokenizer.vocab_size is not None
+    stages = predict_memory(config, padded_vocab_size=config.padded_vocab_size(config.tokenizer.vocab_size))
+    for rank, stage in ((0, stages[0]), (2, stages[-1])):
+        state = replace(parallel_state.ParallelState.single(), grid=grid, nodes=("a", "a", "b", "b"), rank=rank)
+        assert _memory_warning(state, stages, 2 * stage.total) == ""
+        text = _memory_warning(state, stages, 2 * stage.total - 1)
+        assert text.startswith(f"the 2 rank(s) of this node need about {2 * stage.total / 1e9:.1f} GB or more")
+        assert text.endswith(memory_table(stages))
+
+
+def test_the_warning_at_the_start_and_the_account_have_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the size of the vocabulary stands in the files of the tokenizer."""
+    monkeypatch.setattr(memory, "_bytes_of_memory", lambda: 1000)
+    tokenizer = TokenizerConfig(tokenizer_type="ByteTokenizer")
+    config = replace(tiny_config("--log-memory", "--train-iters", "1"), tokenizer=tokenizer)
+    train(build_run(context_of_rank(config, 0, 1), gpt_datasets, gpt_model, forward_step))
+    text = capsys.readouterr().out
+    _, warning, account, *_ = re.split(r"warning: the 1 rank\(s\) of this node need about|, predicted \(MB\):\n", text)
+    table = account.splitlines()[:2]
+    assert warning.splitlines()[1:3] == table
+    assert out_of_memory_advice(config, available=10**9).splitlines()[1:3] == table
 
 
 def test_a_run_that_ends_before_its_second_iteration_stops_counting() -> None:
