@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megatron.config.megatron_config import MegatronConfig
 from megatron.config.pipeline_layout import PipelineLayout, pipeline_layout
@@ -103,22 +103,26 @@ def memory_table(
     predicted: Sequence[StageMemory] | None,
     measured: Sequence[StageMemory] | None = None,
     *,
-    not_measured: Collection[str] = ("recomputed",),
+    as_predicted: Collection[str] = (),
 ) -> str:
     """A line for each stage, in MB: what is predicted, what was measured, and by how much that is more.
 
+    What a backward computes again is in memory for a moment, and in no saved tensor: it is predicted only, and left out
+    of the totals beside measured ones.
+
     Args:
-        not_measured: columns that are predicted only, and left out of the totals beside measured ones. What a backward
-            computes again is in memory for a moment, and in no saved tensor.
+        as_predicted: columns that lasting memory has and no measurement finds; measured totals have what is predicted.
     """
     names = [field.name for field in fields(StageMemory)]
-    known = [name for name in names if name not in not_measured]
+    counted = [name for name in names if name != "recomputed"]
     rows = [["stage", *names, "total"]]
     for stage in range(len(predicted or measured or ())):
         wanted = None if predicted is None else predicted[stage]
         found = None if measured is None else measured[stage]
-        row = [_cell(wanted, found if name in known else None, [name]) for name in names]
-        rows.append([str(stage), *row, _cell(wanted, found, names if found is None else known)])
+        row = [_cell(wanted, found if name in counted and name not in as_predicted else None, [name]) for name in names]
+        if found is not None:
+            found = replace(found, **{name: getattr(wanted, name, 0) for name in as_predicted})
+        rows.append([str(stage), *row, _cell(wanted, found, names if found is None else counted)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
 

@@ -51,10 +51,10 @@ class MemoryAccount(Hook):
             self.close()
             stages = all_gather_object(mine, run.state.pipeline)
             # The parts of inputs that ranks keep are held by the recomputation itself, and are no saved tensors.
-            uncounted = {"activations"} if run.config.model.distribute_saved_activations else set()
-            table = memory_table(predicted_memory(run), stages, not_measured={"recomputed", *uncounted})
+            parts = run.config.model.distribute_saved_activations
+            table = memory_table(predicted_memory(run), stages, as_predicted={"activations"} if parts else ())
             title = f"memory of a rank of each stage, predicted -> measured in iteration {report.iteration} (MB)"
-            run.say(f"{title}:\n{table}")
+            run.say(f"{title}{', activations as predicted' if parts else ''}:\n{table}")
 
     def close(self) -> None:
         if self.saved is not None:

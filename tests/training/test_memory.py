@@ -205,7 +205,8 @@ def test_the_account_is_printed_at_the_start_and_measured_in_the_second_iteratio
 def _account_of_parts(rank: int, world_size: int) -> str:
     """What is said of a run whose ranks keep a part each of what layers are computed again from."""
     parts = ("--tensor-model-parallel-size", str(world_size), *FULL, "--distribute-saved-activations")
-    run, account = tiny_run(rank, world_size, *BF16, *parts), MemoryAccount()
+    batch = ("--micro-batch-size", "64", "--global-batch-size", "64")
+    run, account = tiny_run(rank, world_size, *BF16, *parts, *batch), MemoryAccount()
     with redirect_stdout(StringIO()) as said:
         for _ in range(2):
             account.after_step(run, train_step(run))
@@ -221,6 +222,11 @@ def test_activations_of_which_each_rank_keeps_a_part_are_predicted_only() -> Non
     assert stage == "0"
     assert all("->" in cell for cell in (parameters, gradients, optimizer, total))
     assert all(float(cell) >= 0 for cell in (activations, recomputed))
+    assert "in iteration 2 (MB), activations as predicted:" in said
+    shown = [float(cell.split(" -> ")[-1].split()[0]) for cell in (parameters, gradients, optimizer, activations)]
+    measured = float(total.split(" -> ")[1].split()[0])
+    assert measured == pytest.approx(sum(shown), abs=0.05 * (len(shown) + 1))  # all are rounded to a tenth
+    assert float(activations) >= 0.3, "too little to be missed in the total"
 
 
 @pytest.mark.parametrize(
