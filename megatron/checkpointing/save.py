@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank its slices, the first the rest, and a name when all of it is on disk."""
+"""Writing a checkpoint: every rank its share, the first the rest, and a name when all of it is on disk."""
 
 from __future__ import annotations
 
@@ -6,27 +6,21 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.checkpointing import storage
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.index import (
-    DTYPE_NAMES,
-    VERSION,
-    Index,
-    StoredSlice,
-    StoredTensor,
-    merge,
-    parse_index,
-)
-from megatron.checkpointing.slices import held_parts
+from megatron.checkpointing.index import VERSION, Index, StoredSlice, StoredTensor, merge, parse_index
+from megatron.checkpointing.shares import Share, share_of
 from megatron.core.agreement import agree
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import NamedTensor
-from megatron.core.whole_file import sync_folder
+from megatron.core.whole_file import WholeFile, sync_folder
+
+_UNSHARED = CommGroup.single("replicas")
 
 
 def save_checkpoint(
@@ -36,9 +30,9 @@ def save_checkpoint(
     metadata: Mapping[str, Any],
     *,
     world: CommGroup,
-    writes: bool,
+    replicas: CommGroup = _UNSHARED,
 ) -> Path:
-    """Save a checkpoint; a collective over `world`, a file system that all its ranks share.
+    """Save a checkpoint; a collective over `world`, on a file system that all its ranks share.
 
     It is written to a temporary folder, synced and renamed, and only then does the tracker name it: a process
     killed at any instant leaves the previous checkpoint loadable, and what it left behind is removed by the
@@ -49,8 +43,8 @@ def save_checkpoint(
         iteration: number of iterations done. A checkpoint of the same iteration is replaced.
         tensors: this rank's model and optimizer tensors. Owned pieces are written; padding is in no piece.
         metadata: JSON values (tuples become lists), the same on all ranks; that of the first rank is written.
-        writes: whether this rank writes tensors that all data-parallel ranks hold: True on one of them. The slices of a
-            distributed optimizer are written by those that have them.
+        replicas: the ranks that have the same tensors, in the same order, and share out the writing of them. The slices
+            of a distributed optimizer are written by those that have them.
 
     Returns: the folder of the checkpoint.
 
@@ -58,18 +52,10 @@ def save_checkpoint(
         CheckpointError: on all ranks, naming those that failed and why.
     """
     save = Save(root=Path(root), iteration=iteration, rank=world.rank, metadata=metadata)
-    phase = f"saving iteration {iteration} to {root}"
-    mine = [named for named in tensors if writes or named.elements is not None]
     try:
-        plans = agree(world, phase, lambda: save.prepare(mine), raises=CheckpointError)
-        if plans[0].free_bytes < sum(plan.planned_bytes for plan in plans):
-            raise CheckpointError(
-                f"{phase}: {sum(plan.planned_bytes for plan in plans):,} bytes are needed, "
-                f"{plans[0].free_bytes:,} are free"
-            )
-        shares = agree(world, phase, save.write, raises=CheckpointError)
-        written = [name for name in shares if name is not None]
-        agree(world, phase, lambda: save.publish(written), raises=CheckpointError)
+        writers = save.prepare_on_all(tensors, world, replicas)
+        agree(world, save.phase, save.write, raises=CheckpointError)
+        agree(world, save.phase, lambda: save.publish(writers), raises=CheckpointError)
     except Exception:
         save.discard()
         raise
@@ -78,9 +64,10 @@ def save_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one rank is going to write, and (first rank) for how much there is room."""
+    """What one rank is going to write, whether it writes at all, and (first rank) for how much there is room."""
 
     planned_bytes: int
+    writes: bool
     free_bytes: int
 
 
@@ -92,18 +79,29 @@ class Save:
     iteration: int
     rank: int
     metadata: Mapping[str, Any]
-    pending: list[storage.PendingSlice] = field(default_factory=list)
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    share: Share = field(default_factory=Share)
     metadata_text: bytes = b""
 
     @property
     def folder(self) -> Path:
         return storage.temporary_folder(self.root, self.iteration)
 
-    def prepare(self, tensors: Iterable[NamedTensor]) -> Plan:
+    @property
+    def phase(self) -> str:
+        """What is done, in words for errors."""
+        return f"saving iteration {self.iteration} to {self.root}"
+
+    def prepare_on_all(self, tensors: Iterable[NamedTensor], world: CommGroup, replicas: CommGroup) -> list[int]:
+        """Prepare, and see that there is room for all; a collective. Returns: the ranks that write something."""
+        plans = agree(world, self.phase, lambda: self.prepare(tensors, replicas), raises=CheckpointError)
+        needed, free = sum(plan.planned_bytes for plan in plans), plans[0].free_bytes
+        if free < needed:
+            raise CheckpointError(f"{self.phase}: {needed:,} bytes are needed, {free:,} are free")
+        return [rank for rank, plan in enumerate(plans) if plan.writes]
+
+    def prepare(self, tensors: Iterable[NamedTensor], replicas: CommGroup = _UNSHARED) -> Plan:
         """Decide what this rank writes; the first also checks the metadata and makes the temporary folder."""
-        for named in tensors:
-            self._add(named)
+        self.share = share_of(tensors, replicas)
         free_bytes = 0
         if self.rank == 0:
             check_json(self.metadata, "metadata")
@@ -114,54 +112,52 @@ class Save:
             self.folder.mkdir()
             file_system = os.statvfs(self.root)
             free_bytes = file_system.f_bavail * file_system.f_frsize
-        return Plan(planned_bytes=sum(part.size for part in self.pending), free_bytes=free_bytes)
+        return Plan(planned_bytes=self.share.size, writes=bool(self.share.tensors), free_bytes=free_bytes)
 
-    def _add(self, named: NamedTensor) -> None:
-        key, tensor, shard = named.key, named.tensor, named.shard
-        if tensor.dtype not in DTYPE_NAMES:
-            kinds = ", ".join(map(str, DTYPE_NAMES))
-            raise CheckpointError(f"{key}: cannot save {tensor.dtype}; one of {kinds} can be")
-        if not shard.owned:
-            return
-        if key in self.tensors:
-            raise CheckpointError(f"{key}: two tensors of this rank have this key")
-        self.tensors[key] = StoredTensor(dtype=tensor.dtype, shape=shard.global_shape, slices=())
-        for part in held_parts(named):
-            if part.owned:
-                self.pending.append(storage.PendingSlice(key=key, tensor=part.values, box=part.placed))
-
-    def write(self) -> str | None:
-        """Write this rank's shard and its index. Returns: the name of the index, None without tensors."""
-        if not self.tensors:
-            return None
-        files = {}
-        file = storage.shard_file(self.rank)
-        if self.pending:
+    def write(self) -> None:
+        """Write this rank's shard and, when that is on disk, the index of it."""
+        if self.share.tensors:
+            index = self.open_index()
             try:
-                size, checksums = storage.write_shard(self.folder / file, self.pending, storage.BLOCK_BYTES)
-            except FileNotFoundError as error:
-                raise CheckpointError(
-                    f"{self.folder}, made by rank 0, is not here: --save must be a file system that all nodes share"
-                ) from error
-            files[file] = size
-        slices: dict[str, list[StoredSlice]] = {key: [] for key in self.tensors}
-        for part in self.pending:
+                self.write_shard(index.file)
+                index.publish()
+            finally:
+                index.discard()
+
+    def open_index(self) -> WholeFile:
+        """The file for the index of this rank's share. It has its name only when the share is on disk."""
+        try:
+            return WholeFile(self.folder / storage.share_file(self.rank))
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{self.folder}, made by rank 0, is not here: --save must be a file system that all nodes share"
+            ) from error
+
+    def write_shard(self, index: BinaryIO) -> None:
+        """Write this rank's shard, and to an open file the index of it."""
+        files: dict[str, int] = {}
+        checksums: dict[str, tuple[int, ...]] = {}
+        file = storage.shard_file(self.rank)
+        if self.share.pending:
+            files[file], checksums = storage.write_shard(self.folder / file, self.share.pending, storage.BLOCK_BYTES)
+        slices: dict[str, list[StoredSlice]] = {key: [] for key in self.share.tensors}
+        for part in self.share.pending:
             stored = StoredSlice(file=file, name=part.name, box=part.box, checksums=checksums[part.name])
             slices[part.key].append(stored)
         tensors = {
             key: StoredTensor(dtype=tensor.dtype, shape=tensor.shape, slices=tuple(slices[key]))
-            for key, tensor in self.tensors.items()
+            for key, tensor in self.share.tensors.items()
         }
         share = Index(iteration=self.iteration, block_bytes=storage.BLOCK_BYTES, files=files, tensors=tensors)
-        storage.write_file(self.folder / storage.share_file(self.rank), share.to_json().encode())
-        return storage.share_file(self.rank)
+        index.write(share.to_json().encode())
 
-    def publish(self, shares: list[str]) -> None:
-        """On the first rank: merge the ranks' indices, mark the checkpoint complete, give it its name."""
+    def publish(self, writers: Sequence[int]) -> None:
+        """On the first rank: merge the indices of the ranks that wrote, mark the checkpoint complete, name it."""
         if self.rank != 0:
             return
         indices = []
-        for name in shares:
+        names = [storage.share_file(rank) for rank in writers]
+        for name in names:
             path = self.folder / name
             try:
                 index = parse_index(storage.read_file(path), str(path))
@@ -176,7 +172,7 @@ class Save:
         if not indices:
             raise CheckpointError("no rank has any tensor to write")
         index_text = merge(indices).to_json().encode()
-        for name in shares:
+        for name in names:
             (self.folder / name).unlink()
         texts = {storage.INDEX_FILE: index_text, storage.METADATA_FILE: self.metadata_text}
         for name, text in texts.items():

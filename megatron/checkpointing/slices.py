@@ -30,6 +30,11 @@ class Box:
         return prod(self.shape)
 
     @property
+    def rows(self) -> int:
+        """Indices of dimension 0; one without dimensions."""
+        return self.shape[0] if self.shape else 1
+
+    @property
     def index(self) -> tuple[slice, ...]:
         """What selects the box from a tensor: `tensor[box.index]`, a view also for 0-d."""
         return tuple(slice(first, first + length) for first, length in zip(self.offset, self.shape, strict=True))

@@ -21,9 +21,10 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -196,6 +197,27 @@ def read_file(path: Path, limit: int = _MAX_JSON) -> bytes:
 # ---- safetensors ----
 
 
+class Part(Protocol):
+    """What is to be written under a name. Its values are asked for when all before it are written, and not kept."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def tensor(self) -> Numbers: ...
+
+
+def size_of(part: Part) -> int:
+    """Bytes of its values."""
+    return prod(part.shape) * part.dtype.itemsize
+
+
 @dataclass(frozen=True, kw_only=True)
 class PendingSlice:
     """A slice to be written: the view of a local tensor that holds it, and its place in the global tensor."""
@@ -209,19 +231,30 @@ class PendingSlice:
         return f"{self.key}@{','.join(map(str, self.box.offset))}"
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.box.shape
+
+    @property
     def size(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+        return size_of(self)
+
+    def cut(self, rows: range) -> PendingSlice:
+        """Some rows of it."""
+        inside = Box(offset=(rows.start, *[0] * (len(self.box.shape) - 1)), shape=(len(rows), *self.box.shape[1:]))
+        return PendingSlice(key=self.key, tensor=self.tensor[inside.index], box=inside.moved_by(self.box.offset))
 
 
-def write_shard(
-    path: Path, pending: Sequence[PendingSlice], block_bytes: int
-) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """Write the slices to a new safetensors file, on the disk when this returns.
+def write_shard(path: Path, pending: Sequence[Part], block_bytes: int) -> tuple[int, dict[str, tuple[int, ...]]]:
+    """Write slices, or whole tensors, to a new safetensors file, on the disk when this returns.
 
     Returns: the size of the file, and for each name the CRC-32 of each block.
     """
     # Widest elements first, so that each tensor starts at a multiple of its element size, as the library has it.
-    ordered = sorted(pending, key=lambda part: (-part.tensor.element_size(), part.name))
+    ordered = sorted(pending, key=lambda part: (-part.dtype.itemsize, part.name))
     header = _header(ordered)
     checksums = {}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -240,19 +273,19 @@ def write_shard(
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return len(header) + sum(part.size for part in ordered), checksums
+    return len(header) + sum(map(size_of, ordered)), checksums
 
 
-def _header(ordered: Sequence[PendingSlice]) -> bytes:
+def _header(ordered: Sequence[Part]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for part in ordered:
         entries[part.name] = {
-            "dtype": DTYPE_NAMES[part.tensor.dtype],
-            "shape": list(part.tensor.shape),
-            "data_offsets": [position, position + part.size],
+            "dtype": DTYPE_NAMES[part.dtype],
+            "shape": list(part.shape),
+            "data_offsets": [position, position + size_of(part)],
         }
-        position += part.size
+        position += size_of(part)
     assert len(entries) == len(ordered) + 1, "two slices of one file have the same name"
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

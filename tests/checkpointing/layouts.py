@@ -148,11 +148,11 @@ def fill(local: Tensor, shard: Shard, value: Tensor) -> None:
 def save_simulated(root: Path, iteration: int, ranks: list[list[NamedTensor]], metadata: dict[str, object]) -> None:
     """Save as if each list belonged to a rank of its own; all end a phase before any begins the next."""
     saves = [Save(root=root, iteration=iteration, rank=rank, metadata=metadata) for rank in range(len(ranks))]
-    for save, tensors in zip(saves, ranks, strict=True):
-        save.prepare(tensors)
-    shares = [save.write() for save in saves]
+    plans = [save.prepare(tensors) for save, tensors in zip(saves, ranks, strict=True)]
     for save in saves:
-        save.publish([name for name in shares if name is not None])
+        save.write()
+    for save in saves:
+        save.publish([rank for rank, plan in enumerate(plans) if plan.writes])
 
 
 def whole(key: str, tensor: Tensor) -> NamedTensor:

@@ -42,7 +42,7 @@ def tensors(value: float, elements: int = 40) -> list[NamedTensor]:
 
 
 def save(root: Path, iteration: int, value: float, elements: int = 40) -> None:
-    save_checkpoint(root, iteration, tensors(value, elements), {"value": value}, world=ALONE, writes=True)
+    save_checkpoint(root, iteration, tensors(value, elements), {"value": value}, world=ALONE)
 
 
 def content(root: Path, step: int | None = None) -> tuple[int, float] | None:
@@ -180,7 +180,7 @@ def test_names_appear_only_after_what_they_name_is_on_the_disk(tmp_path: Path) -
         save(tmp_path, 20, 2.0)
     assert not unsynced_bytes
     assert str(tmp_path / storage.TRACKER_FILE) not in unsynced_names
-    assert renames == ["iter_0000020", storage.TRACKER_FILE]
+    assert renames == [storage.share_file(0), "iter_0000020", storage.TRACKER_FILE]
 
 
 # ---- kill -9 at random moments ----

@@ -31,7 +31,7 @@ VALUES = {
 def root(tmp_path: Path) -> Path:
     tensors = [whole(key, value) for key, value in VALUES.items()]
     with patch.object(storage, "BLOCK_BYTES", 64):
-        save_checkpoint(tmp_path, 10, tensors, {"consumed_samples": 40}, world=ALONE, writes=True)
+        save_checkpoint(tmp_path, 10, tensors, {"consumed_samples": 40}, world=ALONE)
     return tmp_path
 
 

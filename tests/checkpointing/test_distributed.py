@@ -72,7 +72,7 @@ def model(group: CommGroup, *, filled: bool, dtype: torch.dtype = torch.float32)
 
 def _save(rank: int, world_size: int, root: Path) -> None:
     world = world_group(rank, world_size)
-    save_checkpoint(root, 5, model(world, filled=True), {"by": world_size}, world=world, writes=True)
+    save_checkpoint(root, 5, model(world, filled=True), {"by": world_size}, world=world)
 
 
 def _load(rank: int, world_size: int, root: Path, dtype: torch.dtype) -> None:
@@ -106,21 +106,36 @@ def test_the_same_model_has_the_same_tensors_whoever_saved_it(tmp_path: Path) ->
     assert found[0] == found[1]
 
 
-def _save_replicas(rank: int, world_size: int, root: Path) -> None:
-    """Tensor parallel 2, data parallel 2: the second replica writes nothing and is not even looked at."""
+def _save_replicas(rank: int, world_size: int, root: Path, tensor_size: int) -> None:
+    """The ranks of a tensor-parallel group are neighbours."""
     world = world_group(rank, world_size)
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    replica = rank // 2
-    group = CommGroup(name="tensor", ranks=(2 * replica, 2 * replica + 1), rank=rank % 2, process_group=pairs[replica])
-    tensors = model(group, filled=replica == 0)
-    save_checkpoint(root, 5, tensors, {}, world=world, writes=replica == 0)
+    groups = {}
+    for name, ranks_of in {
+        "tensor": [list(range(first, first + tensor_size)) for first in range(0, world_size, tensor_size)],
+        "data": [list(range(first, world_size, tensor_size)) for first in range(tensor_size)],
+    }.items():
+        for ranks in ranks_of:
+            communicator = dist.new_group(ranks)
+            if rank in ranks:
+                groups[name] = CommGroup(
+                    name=name, ranks=tuple(ranks), rank=ranks.index(rank), process_group=communicator
+                )
+    save_checkpoint(root, 5, model(groups["tensor"], filled=True), {}, world=world, replicas=groups["data"])
 
 
-def test_one_data_parallel_replica_writes(tmp_path: Path) -> None:
-    run_distributed(_save_replicas, 4, tmp_path)
-    shards = sorted(path.name for path in (tmp_path / "iter_0000005").glob("shard_*"))
-    assert shards == ["shard_00000.safetensors", "shard_00001.safetensors"]
-    run_distributed(_load, 3, tmp_path, torch.float32)
+@pytest.mark.parametrize("world_size, tensor_size", [(4, 2), (3, 1), (6, 2), (6, 3)])
+def test_data_parallel_ranks_share_out_what_they_all_hold(tmp_path: Path, world_size: int, tensor_size: int) -> None:
+    run_distributed(_save_replicas, world_size, tmp_path, tensor_size)
+    run_distributed(_load, 1, tmp_path, torch.float32)
+    written = [0] * world_size
+    for tensor in load_checkpoint(tmp_path, world=ALONE).tensors.values():
+        for part in tensor.slices:
+            written[int(part.file[6:11])] += part.box.volume
+    total = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    assert sum(written) == total
+    for first in range(tensor_size):
+        group = written[first::tensor_size]
+        assert max(group) - min(group) <= 2 * 12, group  # no more than a row, at each end
 
 
 # ---- failures on one rank ----
@@ -137,7 +152,7 @@ def save_rows(root: Path, iteration: int, world: CommGroup, rows: int = 8) -> No
     placed = Shard(global_shape=(rows, 50), dim=0, pieces=pieces, group=group, init=Init.zeros())
     assert start <= stop
     named = NamedTensor(key="model.rows", tensor=local, shard=placed)
-    save_checkpoint(root, iteration, [named], {"iteration": iteration}, world=world, writes=True)
+    save_checkpoint(root, iteration, [named], {"iteration": iteration}, world=world)
 
 
 def load_rows(root: Path, world: CommGroup, rows: int = 8) -> int:

@@ -28,7 +28,7 @@ def save(root: Path, iteration: int, value: float = 1.0, metadata: dict[str, Any
         whole("model.w", torch.full((4, 3), float(value))),
         whole("model.scale", torch.tensor(float(value))),
     ]
-    return save_checkpoint(root, iteration, tensors, metadata if metadata is not None else {}, world=ALONE, writes=True)
+    return save_checkpoint(root, iteration, tensors, metadata if metadata is not None else {}, world=ALONE)
 
 
 def load(root: Path, step: int | None = None) -> float:
@@ -156,7 +156,7 @@ def test_leftovers_of_a_killed_save_are_removed_and_nothing_else_is(tmp_path: Pa
 
 def test_a_tensor_without_elements_and_a_rank_without_pieces_are_fine(tmp_path: Path) -> None:
     tensors = [whole("model.none", torch.zeros(0, 5)), whole("model.w", torch.ones(2))]
-    save_checkpoint(tmp_path, 1, tensors, {}, world=ALONE, writes=True)
+    save_checkpoint(tmp_path, 1, tensors, {}, world=ALONE)
     checkpoint = load_checkpoint(tmp_path, world=ALONE)
     assert checkpoint.tensors["model.none"].slices == ()
     checkpoint.load_into([whole("model.none", torch.zeros(0, 5)), whole("model.w", torch.zeros(2))], world=ALONE)
@@ -164,14 +164,14 @@ def test_a_tensor_without_elements_and_a_rank_without_pieces_are_fine(tmp_path: 
 
 def test_a_save_without_any_tensor_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no rank has any tensor to write"):
-        save_checkpoint(tmp_path, 1, [], {}, world=ALONE, writes=True)
+        save_checkpoint(tmp_path, 1, [], {}, world=ALONE)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_two_tensors_with_one_key_are_an_error(tmp_path: Path) -> None:
     tensors = [whole("model.w", torch.ones(2)), whole("model.w", torch.ones(2))]
     with pytest.raises(CheckpointError, match=r"model\.w: two tensors of this rank have this key"):
-        save_checkpoint(tmp_path, 1, tensors, {}, world=ALONE, writes=True)
+        save_checkpoint(tmp_path, 1, tensors, {}, world=ALONE)
 
 
 def test_a_dtype_that_has_no_place_in_the_format_is_an_error(tmp_path: Path) -> None:
@@ -182,7 +182,6 @@ def test_a_dtype_that_has_no_place_in_the_format_is_an_error(tmp_path: Path) -> 
             [whole("model.w", torch.zeros(2, dtype=torch.complex64))],
             {},
             world=ALONE,
-            writes=True,
         )
 
 
@@ -263,7 +262,7 @@ def test_weights_are_loaded_as_a_training_rounds_them_and_state_to_the_nearest_e
     """A half is rounded to the number that is larger in size, as `narrow_` has it."""
     values = torch.tensor([1 + 2**-8, -1 - 2**-8, 1 + 3 * 2**-8, 1 + 2**-9])
     keys = ("model.w", "optimizer.exp_avg.w")
-    save_checkpoint(tmp_path, 1, [whole(key, values) for key in keys], {}, world=ALONE, writes=True)
+    save_checkpoint(tmp_path, 1, [whole(key, values) for key in keys], {}, world=ALONE)
     loaded = {key: torch.zeros(4, dtype=torch.bfloat16) for key in keys}
     load_checkpoint(tmp_path, world=ALONE).load_into([whole(key, t) for key, t in loaded.items()], world=ALONE)
     trained = torch.zeros(4, dtype=torch.bfloat16)

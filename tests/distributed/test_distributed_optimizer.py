@@ -146,7 +146,7 @@ def three_numbers(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]
         optimizer.set_schedule(0.1, 0.1)
         if saved_from is None:
             step(chunk, optimizer, 0)
-            save_checkpoint(folder, 1, everything(optimizer), {}, world=state.world, writes=state.data.is_first)
+            save_checkpoint(folder, 1, everything(optimizer), {}, world=state.world, replicas=state.data)
             saved_from = optimizer
         else:
             load_checkpoint(folder, world=state.world).load_into(everything(optimizer), world=state.world)
