@@ -77,16 +77,21 @@ def open_checkpoint(context: MegatronContext) -> Checkpoint | None:
             return None
         raise NoCheckpointError(f"--load: {error}; --load-if-exists starts a new run where there is none") from error
     changes = difference(MegatronConfig.from_dict(checkpoint.metadata["config"]), config)
-    refused = {"model"} if wanted.finetune else {"model", "data"}
+    refused = {"tensors": "model", "model": "model", "data": "data"}
+    if wanted.finetune:
+        del refused["data"]
+    if wanted.load_partial:  # the tensors themselves are compared when they are loaded
+        del refused["tensors"]
     if changes:
         lines = [f"  {change}" for change in changes]
         context.say("\n".join([f"configuration that differs from {checkpoint.folder}:", *lines]))
-    wrong = [f"  {change} changes the {change.affects}" for change in changes if change.affects in refused]
+    wrong = [f"  {change} changes the {refused[change.affects]}" for change in changes if change.affects in refused]
     if wrong:
         raise CheckpointError(
             f"{checkpoint.folder} can not be resumed with another model or other data:\n"
             + "\n".join(wrong)
-            + "\nGive the saved values; --finetune takes only the weights and allows other data"
+            + "\nGive the saved values; --finetune takes only the weights and allows other data, "
+            "--load-partial GLOB allows other tensors"
         )
     return checkpoint
 
@@ -139,8 +144,16 @@ def load_run(run: Run, checkpoint: Checkpoint) -> None:
     tensors = _weights(run)
     if with_optimizer:
         tensors += run.optimizer.named_state()
-    summary = checkpoint.load_into(tensors, world=run.state.world, ignore=() if with_optimizer else ("optimizer.",))
+    summary = checkpoint.load_into(
+        tensors,
+        world=run.state.world,
+        ignore=() if with_optimizer else ("optimizer.",),
+        partial=wanted.load_partial,
+    )
     run.optimizer.after_load()
+    if summary.left:
+        lines = [f"  {line}" for line in summary.left]
+        run.say("\n".join(["left out, as --load-partial allows; what the model has of it keeps first values:", *lines]))
     for cast in summary.casts:
         run.say(f"  {cast}")
     run.say(

@@ -150,6 +150,7 @@ def test_all_tensors_that_do_not_fit_are_listed_and_nothing_is_written(tmp_path:
         whole("model.a", torch.ones(4, 3)),
         whole("model.b", torch.ones(50257, 1)),
         whole("model.step", torch.ones(2, dtype=torch.int64)),
+        *(whole(f"model.surplus.{number:02d}", torch.ones(2)) for number in range(30)),
     ]
     save_checkpoint(tmp_path, 1, saved, {}, world=ALONE)
     good = torch.zeros(4, 3)
@@ -162,11 +163,60 @@ def test_all_tensors_that_do_not_fit_are_listed_and_nothing_is_written(tmp_path:
     with pytest.raises(CheckpointError) as error:
         load_checkpoint(tmp_path, world=ALONE).load_into(asked, world=ALONE)
     text = str(error.value)
-    assert "3 tensors cannot be filled" in text
+    assert "33 tensors of model and checkpoint do not match" in text
     assert "model.b: (50257, 1) in the checkpoint, (50304, 1) in the model" in text
     assert "model.step: torch.int64 in the checkpoint, torch.float32 in the model" in text
     assert "model.c (7,): not in the checkpoint" in text
+    assert "model.surplus.19 (2,): in the checkpoint only\n  ... and 10 more" in text
     assert not good.any()
+
+
+def test_what_a_pattern_names_may_differ_and_keeps_its_values(tmp_path: Path) -> None:
+    names = ("head.w", "head.old", "layer.w")
+    saved = [whole(f"{kind}.{name}", torch.ones(4)) for kind in ("model", "optimizer.exp_avg") for name in names]
+    save_checkpoint(tmp_path, 1, saved, {}, world=ALONE)
+    shapes = {"head.w": 5, "head.new": 2, "layer.w": 4}
+    asked = [
+        whole(f"{kind}.{name}", torch.zeros(shape))
+        for kind in ("model", "optimizer.exp_avg")
+        for name, shape in shapes.items()
+    ]
+    checkpoint = load_checkpoint(tmp_path, world=ALONE)
+    summary = checkpoint.load_into(asked, world=ALONE, partial=["model.head.*", "model.layer.w"])
+    assert {each.key for each in asked if each.tensor.all()} == {"model.layer.w", "optimizer.exp_avg.layer.w"}
+    assert not any(each.tensor.any() for each in asked if "head" in each.key)
+    assert sorted(summary.left) == [
+        "model.head.new (2,): not in the checkpoint",
+        "model.head.old (4,): in the checkpoint only",
+        "model.head.w: (4,) in the checkpoint, (5,) in the model",
+        "optimizer.exp_avg.head.new (2,): not in the checkpoint",
+        "optimizer.exp_avg.head.old (4,): in the checkpoint only",
+        "optimizer.exp_avg.head.w: (4,) in the checkpoint, (5,) in the model",
+    ]
+
+
+@pytest.mark.parametrize(
+    "patterns, message",
+    [
+        (["model.head.new", "*.head.w"], r"2 tensors of .* match:\n.*head\.old \(4,\): in the checkpoint only"),
+        (
+            ["model.head.[wo]*"],
+            r"1 tensor of .* match:\n  model\.head\.new \(2,\): not in the checkpoint\n--load-partial",
+        ),
+        (["model.head.*", "model.haed.*"], r"'model\.haed\.\*' names no tensor of the model or of the checkpoint"),
+        (["MODEL.HEAD.*"], "names no tensor"),
+        (["head"], "names no tensor"),
+    ],
+)
+def test_what_no_pattern_names_and_a_pattern_that_names_nothing_are_errors(
+    tmp_path: Path, patterns: list[str], message: str
+) -> None:
+    saved = [whole(key, torch.ones(4)) for key in ("model.head.w", "model.head.old", "optimizer.exp_avg.head.old")]
+    save_checkpoint(tmp_path, 1, saved, {}, world=ALONE)
+    asked = [whole("model.head.w", torch.zeros(4)), whole("model.head.new", torch.zeros(2))]
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path, world=ALONE).load_into(asked, world=ALONE, partial=patterns)
+    assert not any(named.tensor.any() for named in asked)
 
 
 def test_a_tied_copy_on_the_same_rank_is_saved_once_and_both_are_filled(tmp_path: Path) -> None:
