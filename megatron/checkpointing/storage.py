@@ -48,6 +48,7 @@ _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 _ITERATION_FOLDER = re.compile(r"iter_([0-9]{7,18})")
 _TEMPORARY_FOLDER = re.compile(r"\.tmp-iter_[0-9]{7,18}")
 _REPLACED_FOLDER = re.compile(r"\.replaced-(iter_[0-9]{7,18})")
+_DELETED_FOLDER = re.compile(r"\.deleted-iter_[0-9]{7,18}")
 
 
 # ---- names ----
@@ -63,6 +64,10 @@ def temporary_folder(root: Path, iteration: int) -> Path:
 
 def replaced_folder(root: Path, iteration: int) -> Path:
     return root / f".replaced-iter_{iteration:07d}"
+
+
+def deleted_folder(root: Path, iteration: int) -> Path:
+    return root / f".deleted-iter_{iteration:07d}"
 
 
 def shard_file(rank: int) -> str:
@@ -144,7 +149,7 @@ def clear_leftovers(root: Path) -> None:
         replaced = _REPLACED_FOLDER.fullmatch(entry.name)
         if replaced and not os.path.lexists(root / replaced[1]):
             os.rename(entry, root / replaced[1])
-        elif replaced or is_temporary(entry):
+        elif replaced or is_temporary(entry) or _DELETED_FOLDER.fullmatch(entry.name):
             shutil.rmtree(entry)
 
 
