@@ -1,0 +1,405 @@
+"""Files of `torch.save`, of which nothing is run.
+
+A pickle is a program: it names functions and calls them. Here a name means what a closed table says. What rebuilds a
+tensor gives a `LazyTensor`, whose bytes are read when they are asked for; a class of Megatron-LM, or of what its
+checkpoints are written with, gives a `StandIn` that keeps its arguments and its state; every other name is an error.
+The numbers in a file are believed as far as the file is long.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import pickletools
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from megatron.conversion.portable import ConversionError, LazyTensor
+
+# What pickles of tensors, containers and records are made of. Left out are instructions that no such pickle has:
+# those of the first protocols, and the registry of numbered names, which other code of this process may have filled.
+_INSTRUCTIONS = frozenset(
+    (
+        *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE"),
+        *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+        *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"),
+        *("EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+        *("EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_SET", "ADDITEMS", "FROZENSET"),
+        *("GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "NEWOBJ", "BINPERSID"),
+        *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET"),
+    )
+)
+_DTYPES: Mapping[str, torch.dtype] = {
+    "torch.float64": torch.float64,
+    "torch.float32": torch.float32,
+    "torch.float16": torch.float16,
+    "torch.bfloat16": torch.bfloat16,
+    "torch.int64": torch.int64,
+    "torch.int32": torch.int32,
+    "torch.int16": torch.int16,
+    "torch.int8": torch.int8,
+    "torch.uint8": torch.uint8,
+    "torch.bool": torch.bool,
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.storage.UntypedStorage": torch.uint8,
+}
+# Classes and functions whose objects are kept as they were described, and never made.
+_STAND_INS = frozenset(
+    (
+        *("argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "_io.BytesIO"),
+        *("pathlib.Path", "pathlib.PosixPath", "pathlib.PurePosixPath"),
+        *("numpy.ndarray", "numpy.dtype", "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar"),
+        *("numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar"),
+        *("torch.Tensor", "torch.nn.parameter.Parameter", "torch.device"),
+        *("torch.serialization._get_layout", "torch.torch_version.TorchVersion"),
+    )
+)
+_STAND_IN_PACKAGES = (
+    *("megatron.", "torch.distributed.checkpoint.", "torch.distributed._shard.", "transformer_engine."),
+    *("nvidia_resiliency_ext.", "apex.", "deepspeed."),
+)
+_LOCAL_HEADER = 30  # bytes of a zip's header before the member's name
+
+
+class StandIn:
+    """Where an object of a foreign class was: what it was made from, and its state. Its class is never looked up."""
+
+    __slots__ = ("arguments", "state")
+    name: ClassVar[str]
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> StandIn:
+        self = super().__new__(cls)
+        self.arguments, self.state = arguments, None
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Its attributes, of an object that keeps them in the plain way; else none."""
+        return self.state if isinstance(self.state, dict) else {}
+
+
+class _Sealed:
+    """What a pickle can hold, and not change."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise pickle.UnpicklingError("it changes what is not its own")
+
+
+class _Record(dict[Any, Any], _Sealed):
+    """An `OrderedDict` or a `defaultdict`, whose attributes are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:  # type: ignore[override]
+        pass
+
+
+class _Function(_Sealed):
+    """A function of the table."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._run(*arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Storage(_Sealed):
+    """Numbers in a file: `length` of a dtype, from byte `start` on."""
+
+    path: Path
+    start: int
+    dtype: torch.dtype
+    length: int
+
+    def read(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+        """The tensor of a shape and strides, counted in elements, at an offset; contiguous."""
+        if 0 in shape:
+            return torch.empty(shape, dtype=self.dtype)
+        span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
+        count = span * self.dtype.itemsize
+        data = bytearray(count)
+        with self.path.open("rb") as file:
+            file.seek(self.start + offset * self.dtype.itemsize)
+            got = file.readinto(data)
+        if got != count:
+            raise ConversionError(f"{self.path}: ends inside of a tensor; it has become shorter since it was opened")
+        return torch.frombuffer(data, dtype=self.dtype).as_strided(shape, strides).contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor(LazyTensor, _Sealed):
+    """A tensor in a file: of a storage the elements from `first` on, in steps of `strides`."""
+
+    storage: _Storage
+    first: int
+    strides: tuple[int, ...]
+
+    def elements(self, first: int, shape: tuple[int, ...]) -> LazyTensor:
+        """A part of a tensor of one dimension, as a tensor of a shape of its own."""
+        assert self.strides == (1,) and 0 <= first <= self.shape[0] - math.prod(shape), (self.shape, first, shape)
+        return _stored(self.storage, self.first + first, shape, contiguous_strides(shape))
+
+
+def _stored(storage: _Storage, first: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> StoredTensor:
+    return StoredTensor(
+        shape=shape,
+        dtype=storage.dtype,
+        read=lambda: storage.read(first, shape, strides),
+        storage=storage,
+        first=first,
+        strides=strides,
+    )
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Steps, in elements, of a tensor whose elements lie one after the other."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def read_torch_file(path: Path, *, start: int = 0, length: int | None = None) -> Any:
+    """What `torch.save` wrote to a file, or to a part of one: containers, plain values, `LazyTensor`s and `StandIn`s.
+
+    Args:
+        start, length: the bytes of the part; to the end of the file when not given.
+
+    Raises:
+        ConversionError: it is no such file, is damaged, or names what has no place in a checkpoint.
+    """
+    return _reported(path, lambda: _read_archive(path, start, length))
+
+
+def read_pickle(path: Path) -> Any:
+    """A plain pickle, as the index of a `torch.distributed.checkpoint` is, with `StandIn`s for its records.
+
+    Raises:
+        ConversionError: as for `read_torch_file`.
+    """
+    return _reported(path, lambda: _Unpickler(path, path.read_bytes(), {}).load())
+
+
+def _reported(path: Path, read: Callable[[], Any]) -> Any:
+    """What is read, with every error as one that names the file: a pickle that somebody made up can cause any."""
+    try:
+        return read()
+    except (ConversionError, FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:
+        raise ConversionError(f"{path}: can not be read as a file of torch.save: {error}") from error
+
+
+def _read_archive(path: Path, start: int, length: int | None) -> Any:
+    size = path.stat().st_size
+    length = size - start if length is None else length
+    if start < 0 or length < 0 or start + length > size:
+        raise ConversionError(f"{path}: bytes {start} to {start + length} of it are asked for, and it has {size}")
+    with path.open("rb") as file:
+        window = _Window(file, start, length)
+        if not zipfile.is_zipfile(window):
+            raise ConversionError(
+                f"{path}: is no zip archive, which torch.save writes since torch 1.6; it is damaged, or of an older "
+                f"torch, and then torch.save(torch.load(...)) with the program that wrote it makes a file that can "
+                f"be read"
+            )
+        with zipfile.ZipFile(window) as archive:
+            members = {member.filename: member for member in archive.infolist()}
+            pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+            if len(pickles) != 1:
+                raise ConversionError(f"{path}: holds {len(pickles)} files <name>/data.pkl, and torch.save writes one")
+            root = pickles[0].removesuffix("data.pkl")
+            for name, member in members.items():
+                if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+                    raise ConversionError(f"{path}: {name} is compressed, and torch.save compresses nothing")
+                if member.header_offset + _LOCAL_HEADER + member.file_size > length:
+                    raise ConversionError(f"{path}: {name} reaches past the end of the file")
+            order = f"{root}byteorder"
+            if order in members and archive.read(order) != b"little":
+                raise ConversionError(f"{path}: its numbers begin with the high byte, and those of this machine do not")
+            program = archive.read(pickles[0])
+            storages = {
+                name.removeprefix(f"{root}data/"): (start + _data_offset(window, member), member.file_size)
+                for name, member in members.items()
+                if name.startswith(f"{root}data/")
+            }
+    return _Unpickler(path, program, storages).load()
+
+
+def _data_offset(window: _Window, member: zipfile.ZipInfo) -> int:
+    """Where a member's bytes begin: after its own header, which may be longer than the one in the directory."""
+    window.seek(member.header_offset)
+    header = window.read(_LOCAL_HEADER)
+    if header[:4] != b"PK\x03\x04":
+        raise ConversionError(f"{member.filename} has no header where the directory of the archive says")
+    offset = (
+        member.header_offset
+        + _LOCAL_HEADER
+        + int.from_bytes(header[26:28], "little")
+        + int.from_bytes(header[28:30], "little")
+    )
+    if offset + member.file_size > window.length:
+        raise ConversionError(f"{member.filename} reaches past the end of the file")
+    return offset
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
+        self._file = file
+        self._start = start
+        self.length = length
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.length}[whence]
+        if base + offset < 0:
+            raise OSError("a position before the start")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self.length - self._position)]
+        self._file.seek(self._start + self._position)
+        got = self._file.readinto(view)
+        self._position += got
+        return got
+
+
+class _Unpickler(pickle.Unpickler):
+    """Runs the instructions of a pickle, with the names of the closed table.
+
+    Args:
+        storages: by key, where the bytes of a storage are in the file, and how many.
+    """
+
+    def __init__(self, path: Path, program: bytes, storages: Mapping[str, tuple[int, int]]) -> None:
+        _check_instructions(path, program)
+        super().__init__(io.BytesIO(program))
+        self._path = path
+        self._storages = storages
+        self._stand_ins: dict[str, type[StandIn]] = {}
+        self._functions: Mapping[str, _Function] = {
+            "torch._utils._rebuild_tensor_v2": _Function(self._tensor),
+            "torch._utils._rebuild_parameter": _Function(lambda data, *_: data),
+            "torch._tensor._rebuild_from_type_v2": _Function(self._typed_tensor),
+            "torch.Size": _Function(lambda sizes: tuple(sizes)),
+            "collections.OrderedDict": _Function(lambda pairs=(): _Record(pairs)),
+            "collections.defaultdict": _Function(lambda *_: _Record()),
+            "_codecs.encode": _Function(_latin),
+            "builtins.set": _Function(lambda items=(): set(items)),
+            "builtins.getattr": _Function(_enum_member),
+            "builtins.list": _Function(list),
+            "builtins.dict": _Function(lambda *_: _Record()),
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module.replace('__builtin__', 'builtins')}.{name}"
+        if full in self._functions:
+            return self._functions[full]
+        if full in _DTYPES:
+            return _DTYPES[full]
+        if full in _STAND_INS or full.startswith(_STAND_IN_PACKAGES):
+            if full not in self._stand_ins:
+                self._stand_ins[full] = type("StandIn", (StandIn,), {"__slots__": (), "name": full})
+            return self._stand_ins[full]
+        raise ConversionError(
+            f"{self._path}: names {full!r}, which has no place in a checkpoint; nothing of the file was run"
+        )
+
+    def persistent_load(self, key: Any) -> _Storage:
+        kind, dtype, name, _, length = key
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or not _is_size(length):
+            raise pickle.UnpicklingError("it refers to something outside of it that is no storage")
+        if name not in self._storages:
+            raise ConversionError(f"{self._path}: has no numbers data/{name}, which a tensor refers to")
+        start, size = self._storages[name]
+        if length * dtype.itemsize > size:
+            raise ConversionError(
+                f"{self._path}: data/{name} should hold {length} numbers of {dtype}, and has {size} bytes"
+            )
+        return _Storage(path=self._path, start=start, dtype=dtype, length=length)
+
+    def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> LazyTensor:
+        """What `torch._utils._rebuild_tensor_v2` does, if all its elements lie in the storage, and no more are there
+        than it has: a few bytes that a stride of 0 repeats without end would not fit into the memory."""
+        if not isinstance(storage, _Storage):
+            raise pickle.UnpicklingError("a tensor without a storage")
+        sizes, steps = tuple(shape), tuple(strides)
+        if len(sizes) != len(steps) or not all(map(_is_size, (offset, *sizes, *steps))):
+            raise pickle.UnpicklingError("a tensor whose shape is none")
+        span = offset + 1 + sum((size - 1) * step for size, step in zip(sizes, steps)) if 0 not in sizes else offset
+        if span > storage.length or math.prod(sizes) > storage.length:
+            raise ConversionError(
+                f"{self._path}: a tensor of shape {list(sizes)} lies past the end of its {storage.length} numbers"
+            )
+        return _stored(storage, offset, sizes, steps)
+
+    def _typed_tensor(self, function: Any, _type: Any, arguments: Any, _state: Any) -> LazyTensor:
+        """A tensor with attributes, which are dropped."""
+        if function is not self._functions["torch._utils._rebuild_tensor_v2"]:
+            raise pickle.UnpicklingError("a tensor of a kind that has no place in a checkpoint")
+        return self._tensor(*arguments)
+
+
+def _check_instructions(path: Path, program: bytes) -> None:
+    """Refuse instructions that a checkpoint has no use for, and a memory of more places than there are instructions,
+    all of which would be allocated."""
+    for number, (instruction, argument, _) in enumerate(pickletools.genops(program)):
+        if instruction.name not in _INSTRUCTIONS:
+            raise ConversionError(f"{path}: has an instruction that no checkpoint has, {instruction.name}")
+        if instruction.name in ("BINPUT", "LONG_BINPUT") and int(argument or 0) > number:
+            raise ConversionError(f"{path}: remembers a value as number {argument}, with {number} values before it")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _latin(text: Any, encoding: Any = "latin1") -> bytes:
+    """How bytes are written in a protocol without them."""
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError("an encoding that no checkpoint has")
+    return text.encode("latin1")
+
+
+def _enum_member(kind: Any, name: Any) -> StandIn:
+    """How some versions of Python write a member of an enumeration: by its name."""
+    if not (isinstance(kind, type) and issubclass(kind, StandIn)):
+        raise pickle.UnpicklingError("getattr of what is no enumeration")
+    return kind(name)
