@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from tqdm import tqdm
@@ -41,9 +42,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 
-def run_tool(main: Callable[[], None]) -> None:
-    """Call a tool's main; it ends as `exiting` says, and a file that cannot be read or written is for its user too."""
-    with exiting():
+def run_tool(main: Callable[[], None], ends: Callable[[], AbstractContextManager[None]] = exiting) -> None:
+    """Call a tool's main; it ends as `exiting` says, and a file that cannot be read or written is for its user too.
+
+    Args:
+        ends: in place of `exiting`, for a tool of several ranks.
+    """
+    with ends():
         try:
             main()
         except BrokenPipeError:

@@ -1,6 +1,15 @@
-"""Sample text from a checkpoint, in one process, whatever layout wrote it.
+"""Continue prompts with a trained model, whatever layout its checkpoint was written in.
 
 python tools/generate_text.py --load checkpoints --prompt 'def main():' --num-tokens 200 --temperature 0.8
+
+One --prompt is printed as text, while it is written. Several, or those of --prompt-file, are written in batches and
+printed as JSON lines, {"prompt": ..., "text": ...}, in their order. A file holds one prompt a line, or, when its name
+ends in .jsonl, one {"text": ...} a line.
+
+A model that one process has no room for runs over several:
+
+torchrun --nproc-per-node 4 tools/generate_text.py --load checkpoints --prompt-file prompts.txt \\
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
 The tokenizer is the one of the training, read from where it was then. Where its files lie elsewhere now:
 
@@ -10,133 +19,179 @@ python tools/generate_text.py --load checkpoints --tokenizer-model tokenizer.mod
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 import time
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from command_line import Parser, elapsed, run_tool, say
+from command_line import Parser, elapsed, progress, run_tool, say
+from model_tools import UsedModel, add_model_flags, lines_of, model_in_use, texts_of
+from torch import nn
 
-from megatron.checkpointing import load_checkpoint, model_tensors
-from megatron.config.arguments import add_to_parser
-from megatron.config.megatron_config import MegatronConfig, section_problems
-from megatron.config.options import flag_name, section_options
-from megatron.config.pipeline_layout import StageLayout
-from megatron.config.problems import ConfigError, UserError, counted
-from megatron.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
-from megatron.core.comm_group import CommGroup
-from megatron.core.parallel_state import ParallelState
+from megatron.config.problems import UserError, counted
 from megatron.inference.generation import Sampling, generate
-from megatron.model.gpt_model import GPTModel
 from megatron.tokenizer.tokenizer import Tokenizer
-from megatron.training.gpt import gpt_model
-from megatron.training.initialize import MegatronContext
-from megatron.training.setup import build_vocabulary
+from megatron.training.initialize import exiting_at_the_start
+
+# A thread goes through so many in 50 ms. Beside other programs a second one for a tenth of them made it ten times slower.
+WEIGHTS_OF_A_THREAD = 100_000_000
 
 
-def load_model(
-    folder: str, step: int | None, files: Mapping[str, Any], device: torch.device
-) -> tuple[GPTModel, Tokenizer, MegatronConfig]:
-    """The whole model of a checkpoint in this process, with the tokenizer that it was trained with.
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A text to continue.
 
-    Args:
-        files: paths of the tokenizer's files that take the place of those of the training, by field.
-
-    Raises:
-        UserError: the tokenizer has another number of tokens than the model.
+    Attributes:
+        number: its place among all of them; it decides which numbers its tokens are drawn with.
+        tokens: at least one: that which ends a document stands before an empty one.
     """
-    world = CommGroup.single("world")
-    checkpoint = load_checkpoint(folder, step=step, world=world)
-    config = MegatronConfig.from_dict(checkpoint.metadata["config"])
-    # The weights of a checkpoint have all their bits, also where the training computed with fewer.
-    full = replace(config.optimizer, precision="fp64" if config.optimizer.precision == "fp64" else "fp32")
-    config = replace(config, tokenizer=tokenizer_of(config.tokenizer, files), optimizer=full)
-    vocabulary = build_vocabulary(config)
-    embedding = checkpoint.tensors.get("model.embedding.word_embeddings.weight")  # another model than a GPT has none
-    if embedding is not None and vocabulary.size != embedding.shape[0]:
-        paths = {field: getattr(config.tokenizer, field) for field in TOKENIZER_FILES}
-        shown = " ".join(f"{flag_name(field)} {path}" for field, path in paths.items() if path is not None)
-        raise UserError(
-            f"{shown or config.tokenizer.tokenizer_type}: the tokenizer has {counted(vocabulary.size, 'token')}, and "
-            f"the model was trained with {embedding.shape[0]:,}; give the tokenizer of the training"
-        )
-    context = MegatronContext(config=config, state=ParallelState.single(), device=device, extra=argparse.Namespace())
-    stage = StageLayout(stage=0, chunk=0, layers=range(config.model.num_layers), has_embedding=True, has_output=True)
-    model = gpt_model(context, stage, vocabulary)
-    checkpoint.load_into(model_tensors([model]), world=world, ignore=("optimizer.",))
-    return model.eval(), vocabulary.tokenizer, config
 
+    number: int
+    text: str
+    tokens: list[int]
 
-def tokenizer_of(trained: TokenizerConfig, files: Mapping[str, Any]) -> TokenizerConfig:
-    """The tokenizer of the training with its files at other paths.
-
-    Raises:
-        ConfigError: a file is not there, or the tokenizer has no such file.
-    """
-    config = replace(trained, **files)
-    if config.tokenizer_type != "NullTokenizer":  # what size its files must have is for the model to say
-        config = replace(config, vocab_size=None)
-    problems = section_problems(config)
-    given = {option.name for option in section_options("tokenizer", TokenizerConfig) if option.field in files}
-    for problem in config.file_problems():
-        (flag,) = problem.flags
-        if flag not in given:
-            works = f"{flag} with the path that it has here"
-            problem = replace(problem, rule=f"{problem.rule}; this is its path in the training", works=works)
-        problems.append(problem)
-    if problems:
-        raise ConfigError(problems)
-    return config
+    def continuation(self, tokenizer: Tokenizer, new: Sequence[int]) -> str:
+        """The text of further tokens; what a token looks like may depend on those before it."""
+        return tokenizer.decode([*self.tokens, *new])[len(tokenizer.decode(self.tokens)) :]
 
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--load", required=True, help="checkpoint folder: the --save of the training")
-    parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the newest)")
-    parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
+    add_model_flags(parser)
+    parser.add_argument("--prompt", action="append", help="text to continue (default: the start of a document)")
+    parser.add_argument("--prompt-file", type=Path, help="file with one prompt a line, JSON where it ends in .jsonl")
+    parser.add_argument("--batch-size", type=int, default=16, help="prompts that are written together (default 16)")
     parser.add_argument("--num-tokens", type=int, default=200, help="tokens to generate at most (default 200)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k most likely tokens only (default: all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the most likely tokens of this probability")
-    parser.add_argument("--seed", type=int, default=1234, help="the same seed gives the same text (default 1234)")
-    group = parser.add_argument_group("files of the tokenizer", "by default where they were in the training")
-    tokenizer_options = section_options("tokenizer", TokenizerConfig)
-    add_to_parser(group, (option for option in tokenizer_options if option.field in TOKENIZER_FILES))
+    parser.add_argument("--seed", type=int, default=1234, help="the same seed gives the same texts (default 1234)")
     options = parser.read()
-    files = {field: path for field in TOKENIZER_FILES if (path := getattr(options, field)) is not None}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.num_tokens < 1:
         raise UserError(f"--num-tokens ({options.num_tokens}) must be at least 1")
+    if options.batch_size < 1:
+        raise UserError(f"--batch-size ({options.batch_size}) must be at least 1")
     if not 0 <= options.seed < 2**64:  # what torch's generator takes
         raise UserError(f"--seed ({options.seed}) must be at least 0 and less than 2^64")
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    print(f"reading {options.load}", file=sys.stderr)
-    model, tokenizer, config = load_model(options.load, options.ckpt_step, files, device)
-    prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]
-    started = time.perf_counter()
+    texts = given_texts(options)
+    with model_in_use(options) as used:
+        prompts = prompts_of(texts, used)
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        if longest + options.num_tokens > used.opened.context_length:
+            used.note(
+                f"the model looks back on {used.opened.context_length} tokens: each further one of a text reads the "
+                "last of them again, which is slower"
+            )
+        if used.staged.device.type == "cpu":
+            torch.set_num_threads(min(torch.get_num_threads(), threads_for(used.staged.part)))
+        started = time.perf_counter()
+        if options.prompt_file is None and len(prompts) == 1:
+            count = stream(used, prompts[0], options, sampling)
+        else:
+            count = write_all(used, prompts, options, sampling)
+        rate = count / (time.perf_counter() - started)
+        used.note(f"{counted(count, 'token')} in {elapsed(started)}: {rate:,.1f} tokens/s")
+
+
+def threads_for(model: nn.Module) -> int:
+    """How many threads a token is worth.
+
+    It passes each weight once. Where that takes less time than threads need to meet, they only wait for each other,
+    and on a machine with other work to do for as long as the scheduler leaves one of them out.
+    """
+    return max(1, sum(parameter.numel() for parameter in model.parameters()) // WEIGHTS_OF_A_THREAD)
+
+
+def given_texts(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """The prompts, each with the place that it stands in, for messages."""
+    texts = [(text, f"--prompt {text[:40]!r}") for text in options.prompt or []]
+    path = options.prompt_file
+    if path is None:
+        return texts or [("", "--prompt")]
+    if path.suffix == ".jsonl":
+        return texts + texts_of(path, flag="--prompt-file")
+    lines = [(line, f"{path}, line {number}") for number, line in enumerate(lines_of(path, flag="--prompt-file"), 1)]
+    try:
+        found = [(line.decode(), where) for line, where in lines if line.strip()]
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt-file {path}: {error}; convert the file to UTF-8") from None
+    if not found:
+        raise UserError(f"--prompt-file {path}: holds no prompt; it has one a line")
+    return texts + found
+
+
+def prompts_of(texts: Sequence[tuple[str, str]], used: UsedModel) -> list[Prompt]:
+    tokenizer, most = used.opened.tokenizer, used.opened.context_length
+    prompts = []
+    for number, (text, where) in enumerate(texts):
+        tokens = tokenizer.encode(text) or [tokenizer.eod]
+        if len(tokens) > most:
+            raise UserError(
+                f"{where}: has {len(tokens):,} tokens, and the model looks back on {most:,} (--seq-length of the "
+                f"training); give the last {most:,} or fewer"
+            )
+        prompts.append(Prompt(number=number, text=text, tokens=tokens))
+    return prompts
+
+
+def stream(used: UsedModel, prompt: Prompt, options: argparse.Namespace, sampling: Sampling) -> int:
+    """Print a text while it is written; the number of its tokens."""
+    tokenizer = used.opened.tokenizer
+
+    def show(text: str) -> None:
+        if used.speaks:
+            print(text, end="", flush=True)
+
+    show(prompt.text)
     tokens: list[int] = []
     shown = ""
-    print(options.prompt, end="")
-    for token in generate(
-        model,
-        prompt,
-        num_tokens=options.num_tokens,
-        context_length=config.data.seq_length,
-        end_token=tokenizer.eod,
-        sampling=sampling,
-        generator=torch.Generator().manual_seed(options.seed),
-    ):
+    for (token,) in steps(used, [prompt], options, sampling):
+        assert token is not None
         tokens.append(token)
-        # A character may span tokens: decode all of them and print what is new and complete.
-        text = tokenizer.decode(tokens)
-        if not text.endswith("�"):
-            print(text[len(shown) :], end="", flush=True)
+        text = prompt.continuation(tokenizer, tokens)
+        if not text.endswith("�"):  # a character may span tokens: what is new and complete is printed
+            show(text[len(shown) :])
             shown = text
-    say(tokenizer.decode(tokens)[len(shown) :])
-    print(f"{counted(len(tokens), 'token')} in {elapsed(started)}", file=sys.stderr)
+    show(prompt.continuation(tokenizer, tokens)[len(shown) :] + "\n")
+    return len(tokens)
+
+
+def write_all(used: UsedModel, prompts: Sequence[Prompt], options: argparse.Namespace, sampling: Sampling) -> int:
+    """Print what follows each prompt, batch by batch; the number of tokens."""
+    count = 0
+    with progress(len(prompts), "writing", unit="prompt") if used.speaks else nullcontext() as bar:
+        for first in range(0, len(prompts), options.batch_size):
+            batch = prompts[first : first + options.batch_size]
+            found: list[list[int]] = [[] for _ in batch]
+            for step in steps(used, batch, options, sampling):
+                for tokens, token in zip(found, step, strict=True):
+                    tokens += [] if token is None else [token]
+            count += sum(map(len, found))
+            if bar is not None:
+                for prompt, tokens in zip(batch, found, strict=True):
+                    text = prompt.continuation(used.opened.tokenizer, tokens)
+                    say(json.dumps({"prompt": prompt.text, "text": text}, ensure_ascii=False))
+                bar.update(len(batch))
+    return count
+
+
+def steps(
+    used: UsedModel, prompts: Sequence[Prompt], options: argparse.Namespace, sampling: Sampling
+) -> Iterator[list[int | None]]:
+    return generate(
+        used.staged,
+        [prompt.tokens for prompt in prompts],
+        num_tokens=options.num_tokens,
+        context_length=used.opened.context_length,
+        end_token=used.opened.tokenizer.eod,
+        sampling=sampling,
+        generators=[torch.Generator().manual_seed((options.seed + prompt.number) % 2**64) for prompt in prompts],
+    )
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_tool(main, exiting_at_the_start)

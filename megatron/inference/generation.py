@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.config.problems import UserError
-from megatron.model.gpt_model import GPTModel
+from megatron.core.collectives import all_reduce_
+from megatron.inference.kv_cache import KeyValueCache
+from megatron.inference.stages import ModelInput, StagedModel
+
+_NOT_FINITE = -1  # in place of a token, so that all ranks hear of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +41,7 @@ class Sampling:
 
 
 def choose_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw one token id from logits [v].
-
-    Raises:
-        UserError: a logit is not finite.
-    """
-    if not torch.isfinite(logits).all():
-        raise UserError(
-            "the model's scores are not finite, as when weights hold NaN; --ckpt-step takes an earlier checkpoint"
-        )
+    """Draw one token id from logits [v], all of them finite."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     below_best = logits.double() - logits.max()  # divided by the smallest temperature, the best stays finite
@@ -61,31 +57,83 @@ def choose_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
 
 @torch.no_grad()
 def generate(
-    model: GPTModel,
-    prompt: list[int],
+    model: StagedModel,
+    prompts: Sequence[Sequence[int]],
     *,
     num_tokens: int,
     context_length: int,
     end_token: int,
     sampling: Sampling,
-    generator: torch.Generator,
-) -> Iterator[int]:
-    """Yield the tokens that follow a prompt, until `end_token` or `num_tokens` of them.
+    generators: Sequence[torch.Generator],
+) -> Iterator[list[int | None]]:
+    """Yield the next token of each prompt, None where a text has ended, until all have; a collective of the model.
+
+    Each token is predicted from the `context_length` tokens before it. What a prompt is followed by does not depend on
+    the others.
 
     Args:
-        model: a whole model in one process.
-        prompt: at least one token; only the last `context_length` tokens are looked at.
-        context_length: positions that the model was trained on.
+        prompts: of at least one token and at most `context_length` each.
+        num_tokens: of each text, at most; `end_token` ends one earlier.
+        generators: one for each prompt, to draw its tokens with.
+
+    Raises:
+        UserError: the logits are not finite.
     """
-    assert prompt, "a prompt needs a token; the end-of-document token starts a document"
-    device = next(model.parameters()).device
-    tokens = list(prompt)
+    assert prompts and all(0 < len(prompt) <= context_length for prompt in prompts)
+    texts = [list(prompt) for prompt in prompts]
+    ended = [False] * len(texts)
+    slots = min(context_length, max(map(len, texts)) + num_tokens)
+    cache = KeyValueCache(model.part, batch_size=len(texts), slots=slots)
     for _ in range(num_tokens):
-        window = torch.tensor([tokens[-context_length:]], device=device)  # [1, s]
-        positions = torch.arange(window.shape[1], device=device).unsqueeze(0)  # [1, s]
-        logits = model(window, positions)  # [1, s, v]
-        token = choose_token(logits[0, -1].cpu(), sampling, generator)
-        if token == end_token:
+        if cache.length == cache.slots:  # all that is remembered has moved by a position, and is of no use
+            cache.clear()
+        batch = _next_input(texts, cache, model.device)
+        logits = [output[:, -1].cpu() for output in model.run([batch], cache=cache)]  # [b, v], where the output is
+        tokens = _agreed(model, [_choose_all(each, sampling, generators) for each in logits], len(texts))
+        for text, token in zip(texts, tokens, strict=True):
+            text.append(token)
+        ended = [was or token == end_token for was, token in zip(ended, tokens, strict=True)]
+        if all(ended):
             return
-        tokens.append(token)
-        yield token
+        yield [None if is_over else token for is_over, token in zip(ended, tokens, strict=True)]
+
+
+def _choose_all(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
+    """A token for each row of logits [b, v]."""
+    return [
+        choose_token(row, sampling, generator) if bool(row.isfinite().all()) else _NOT_FINITE
+        for row, generator in zip(logits, generators, strict=True)
+    ]
+
+
+def _agreed(model: StagedModel, chosen: list[list[int]], batch_size: int) -> list[int]:
+    """The tokens that one rank with the output has chosen, on all ranks."""
+    tokens = torch.zeros(batch_size, dtype=torch.int64, device=model.device)
+    if chosen and model.ranks.tensor.is_first:
+        tokens.copy_(torch.tensor(chosen[0]))
+    all_reduce_(tokens, model.ranks.world)
+    if bool((tokens == _NOT_FINITE).any()):
+        raise UserError(
+            "the model's scores are not finite, as when weights hold NaN; --ckpt-step takes an earlier checkpoint"
+        )
+    return [int(token) for token in tokens]
+
+
+def _next_input(texts: Sequence[Sequence[int]], cache: KeyValueCache, device: torch.device) -> ModelInput:
+    """The tokens that the cache lacks: of an empty one as many of the last of each text as it has room for.
+
+    Shorter texts have padding before them, so that all end together; attention does not see it.
+    """
+    first, length = cache.length, min(max(map(len, texts)), cache.slots)
+    padding = [max(0, length - len(text)) for text in texts]
+    tokens = [
+        [0] * (before - first) + list(text[max(0, len(text) - (length - first)) :])
+        for text, before in zip(texts, padding, strict=True)
+    ]
+    slots = torch.arange(length, device=device)
+    starts = torch.tensor(padding, device=device)[:, None]  # [b, 1]
+    return ModelInput(
+        tokens=torch.tensor(tokens, device=device),  # [b, q]
+        position_ids=(slots[first:] - starts).clamp(min=0),  # [b, q]
+        document_ids=(slots >= starts).long() if any(padding) else None,  # [b, s]
+    )

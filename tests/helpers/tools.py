@@ -8,9 +8,12 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
+
+from tests.helpers.launch import Outcome, launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +62,16 @@ def run_in_child(words: list[str], out: int, err: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def on_ranks(tool: str, *arguments: str | Path, ranks: int, folder: Path) -> Outcome:
+    """What the tool does on ranks that start as under `torchrun`."""
+    return launch(partial(run_as_program, tool), [*map(str, arguments)], ranks=ranks, folder=folder).wait()
+
+
+def run_as_program(tool: str) -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    runpy.run_path(str(ROOT / "tools" / f"{tool}.py"), run_name="__main__")
 
 
 def names_of_tool(tool: str) -> dict[str, Any]:

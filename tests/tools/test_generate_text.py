@@ -1,33 +1,41 @@
-"""Text from a checkpoint, also when the files of its tokenizer have moved."""
+"""Text from a checkpoint: of one prompt or many, on one rank or several, also when its tokenizer has moved."""
 
 from __future__ import annotations
 
-import runpy
+import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron.core.shard import shard_of
-from tests.helpers.numerics import assert_bitwise
+from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from tests.helpers.tokenizer_files import BOTCHAN_MODEL, mistral_model
-from tests.helpers.tools import ROOT, run
+from tests.helpers.tools import ROOT, command, names_of_tool, on_ranks, run
 from tests.training.runs import trained
-from tests.training.test_train_step import state_of
 
 VOCABULARY = "1000"
 
 
+def train_in(folder: Path, *arguments: str) -> Path:
+    """`folder`, which then holds `checkpoints`, and `tokenizer.model` where the training read it."""
+    shutil.copy(BOTCHAN_MODEL, folder / "tokenizer.model")
+    trained(
+        *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder / "tokenizer.model")),
+        *("--vocab-size", VOCABULARY, "--train-iters", "1", "--save", str(folder / "checkpoints"), *arguments),
+    )
+    return folder
+
+
 @pytest.fixture
 def trained_folder(tmp_path: Path) -> Path:
-    """Holds `checkpoints`, and `tokenizer.model` where the training read it."""
-    shutil.copy(BOTCHAN_MODEL, tmp_path / "tokenizer.model")
-    trained(
-        *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer.model")),
-        *("--vocab-size", VOCABULARY, "--train-iters", "1", "--save", str(tmp_path / "checkpoints")),
-    )
-    return tmp_path
+    return train_in(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for tests that leave it as it is; of a model in float64, whose texts no rounding can change."""
+    return train_in(tmp_path_factory.mktemp("shared"), "--fp64")
 
 
 def sample(folder: Path, *arguments: str, status: int = 0) -> str:
@@ -42,19 +50,6 @@ def test_a_checkpoint_is_sampled_where_its_tokenizer_has_moved(trained_folder: P
     assert len(before) > len("a cat\n")
     moved = (trained_folder / "tokenizer.model").rename(trained_folder / "moved.model")
     assert sample(trained_folder, "--tokenizer-model", str(moved)) == before
-
-
-def test_a_training_in_16_bits_is_sampled_with_all_bits_of_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    load_model = runpy.run_path(str(ROOT / "tools" / "generate_text.py"))["load_model"]
-    training, _ = trained("--bf16", "--save", str(tmp_path))
-    model, _, _ = load_model(str(tmp_path), None, {}, torch.device("cpu"))
-    weights = state_of(training)
-    for name, parameter in model.named_parameters():
-        rows = shard_of(parameter).global_shape[0]  # those of the vocabulary's padding have no values
-        assert_bitwise(parameter.data[:rows], weights[f"main.{name}"][:rows], name)
 
 
 def test_a_tokenizer_that_is_gone_is_missed_by_the_flag_that_gives_its_place(trained_folder: Path) -> None:
@@ -79,7 +74,133 @@ def test_a_tokenizer_of_another_size_is_named_with_both_sizes(trained_folder: Pa
     other = mistral_model()
     said = sample(trained_folder, "--tokenizer-model", str(other), status=2)
     assert f"--tokenizer-model {other}: the tokenizer has 32,000 tokens, and the model was trained with 1,000" in said
-    assert len(said.splitlines()) == 2, said  # with the line of what is read
+    assert len(said.splitlines()) == 1, said
+
+
+PROMPTS = ["a cat", "the king said", "I", "and so on and so on"]
+
+
+def texts(folder: Path, *arguments: str | Path) -> list[str]:
+    """What follows each prompt, of lines of JSON."""
+    printed = run("generate_text", "--load", folder / "checkpoints", "--num-tokens", "6", *arguments)
+    return [json.loads(line)["text"] for line in printed.splitlines()]
+
+
+def each_prompt(prompts: list[str]) -> list[str]:
+    return [word for prompt in prompts for word in ("--prompt", prompt)]
+
+
+def test_several_prompts_are_continued_as_each_of_them_alone(shared_folder: Path) -> None:
+    together = texts(shared_folder, *each_prompt(PROMPTS), "--seed", "5")
+    alone = [
+        run(
+            *("generate_text", "--load", shared_folder / "checkpoints", "--num-tokens", "6"),
+            *("--prompt", prompt, "--seed", str(5 + number)),
+        )
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    assert [f"{prompt}{text}\n" for prompt, text in zip(PROMPTS, together, strict=True)] == alone
+    assert texts(shared_folder, *each_prompt(PROMPTS), "--seed", "5", "--batch-size", "3") == together
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_prompts_come_from_a_file_of_text_or_of_json(shared_folder: Path, tmp_path: Path, name: str) -> None:
+    as_json = name.endswith(".jsonl")
+    lines = [json.dumps({"text": prompt}) if as_json else prompt for prompt in PROMPTS]
+    (tmp_path / name).write_text("\n\n".join(lines))
+    expected = texts(shared_folder, *each_prompt(PROMPTS))
+    assert texts(shared_folder, "--prompt-file", tmp_path / name) == expected
+    assert texts(shared_folder, "--prompt", PROMPTS[0], "--prompt-file", tmp_path / name)[0] == expected[0]
+
+
+@pytest.mark.parametrize("tensor, pipeline", [(2, 1), (1, 2), (2, 2)])
+def test_ranks_write_what_one_process_writes(shared_folder: Path, tmp_path: Path, tensor: int, pipeline: int) -> None:
+    words = ["--load", str(shared_folder / "checkpoints"), *each_prompt(PROMPTS), "--num-tokens", "6"]
+    layout = ["--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline)]
+    outcome = on_ranks("generate_text", *words, *layout, ranks=tensor * pipeline, folder=tmp_path).check()
+    assert outcome.out == [run("generate_text", *words)] + [""] * (tensor * pipeline - 1)
+
+
+def test_a_text_goes_on_beyond_what_the_model_looks_back_on(shared_folder: Path) -> None:
+    greedy = ["--temperature", "0"]
+    long, short = (sample(shared_folder, "--num-tokens", number, *greedy) for number in ("60", "20"))
+    assert long.startswith(short.rstrip("\n"))
+    assert len(long) > 2 * len(short)
+
+
+def test_a_space_between_prompt_and_text_is_kept() -> None:
+    tokenizer = SentencePieceTokenizer(BOTCHAN_MODEL)
+    prompt = names_of_tool("generate_text")["Prompt"](number=0, text="a cat", tokens=tokenizer.encode("a cat"))
+    assert prompt.continuation(tokenizer, tokenizer.encode("said so")) == " said so"
+
+
+def test_the_tool_streams_one_prompt_as_its_users_start_it(shared_folder: Path) -> None:
+    words = ["--load", shared_folder / "checkpoints", "--prompt", "a cat", "--num-tokens", "30"]
+    done = subprocess.run(command("generate_text", *words), cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("a cat")
+    reading, note, speed = done.stderr.splitlines()
+    assert reading == f"reading {shared_folder}/checkpoints/iter_0000001"
+    assert note.startswith("the model looks back on 24 tokens: ")
+    assert speed.startswith("30 tokens in ") and speed.endswith(" tokens/s")
+
+
+def refused(folder: Path, *arguments: str | Path) -> str:
+    """The complaint, which is one line after those of what is read."""
+    said = run("generate_text", "--load", folder / "checkpoints", *arguments, status=2)
+    return said.splitlines()[-1].removeprefix("generate_text.py: error: ")
+
+
+def test_a_prompt_longer_than_the_context_is_refused_by_its_place(shared_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a cat\n" + "the king " * 30)
+    assert refused(shared_folder, "--prompt-file", file).startswith(f"{file}, line 2: has ")
+    assert "the model looks back on 24 (--seq-length" in refused(shared_folder, "--prompt", "the king " * 30)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("absent.txt", None, "no such file"),
+        ("empty.txt", "", "holds no prompt; it has one a line"),
+        ("blank.txt", "\n  \n", "holds no prompt; it has one a line"),
+        ("empty.jsonl", "", 'holds no text; a line is such as {"text": "..."}'),
+        ("broken.jsonl", '{"text": "a"}\n{"text": ', "line 2: not valid JSON"),
+        ("other.jsonl", '{"prompt": "a"}', "line 1: the record has no key 'text'; its keys: 'prompt'"),
+    ],
+)
+def test_a_file_without_prompts_is_refused(tmp_path: Path, name: str, content: str | None, complaint: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    said = refused(tmp_path, "--prompt-file", tmp_path / name)
+    assert name in said and complaint in said
+
+
+def test_a_prompt_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert refused(tmp_path, "--prompt-file", tmp_path / "latin.txt").endswith("convert the file to UTF-8")
+
+
+def test_a_layout_that_the_model_does_not_fit_is_refused(shared_folder: Path) -> None:
+    said = run("generate_text", "--load", shared_folder / "checkpoints", "--tensor-model-parallel-size", "5", status=2)
+    assert "must be divisible by --tensor-model-parallel-size 5: each rank holds whole heads" in said
+
+
+def test_other_ranks_than_the_layout_takes_are_refused(shared_folder: Path, tmp_path: Path) -> None:
+    said = refused(shared_folder, "--tensor-model-parallel-size", "2")
+    assert said == (
+        "--tensor-model-parallel-size 2 with --pipeline-model-parallel-size 1 is for 2 rank(s), and 1 started: "
+        "torchrun --nproc-per-node 2 generate_text.py …"
+    )
+    outcome = on_ranks("generate_text", "--load", shared_folder / "checkpoints", ranks=2, folder=tmp_path)
+    assert outcome.codes == [2, 2]
+    assert "is for 1 rank(s), and 2 started" in outcome.err[0] and outcome.err[1] == ""
+
+
+def test_what_all_ranks_refuse_is_said_once(shared_folder: Path, tmp_path: Path) -> None:
+    words = ["--load", str(shared_folder / "checkpoints"), "--prompt", "the king " * 30]
+    outcome = on_ranks("generate_text", *words, "--tensor-model-parallel-size", "2", ranks=2, folder=tmp_path)
+    assert outcome.codes == [2, 2]
+    assert "".join(outcome.err).count("error: ") == 1
 
 
 def test_the_smallest_temperature_takes_the_most_likely_token(trained_folder: Path) -> None:
@@ -90,6 +211,7 @@ def test_the_smallest_temperature_takes_the_most_likely_token(trained_folder: Pa
     ("arguments", "message"),
     [
         (["--num-tokens", "0"], "--num-tokens (0) must be at least 1"),
+        (["--batch-size", "0"], "--batch-size (0) must be at least 1"),
         (["--num-tokens", "-3"], "--num-tokens (-3) must be at least 1"),
         (["--temperature", "-1"], "--temperature (-1.0) must be 0 or more"),
         (["--temperature", "nan"], "--temperature (nan) must be 0 or more"),
