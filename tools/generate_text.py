@@ -36,7 +36,7 @@ from megatron.inference.generation import Sampling, generate
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.training.initialize import exiting_at_the_start
 
-# A thread goes through so many in 50 ms. Beside other programs a second one for a tenth of them made it ten times slower.
+# A thread goes through so many in 50 ms. Beside other programs, two of them for a tenth of that took ten times as long.
 WEIGHTS_OF_A_THREAD = 100_000_000
 
 
