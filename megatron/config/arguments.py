@@ -10,14 +10,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.help_text import CONFIG, PRINT_CONFIG, flag_help, help_text, metavar, usage
-from megatron.config.megatron_config import MegatronConfig, Purpose, all_options, section_classes
+from megatron.config.megatron_config import MegatronConfig, Purpose, all_options, section_classes, section_problems
 from megatron.config.megatron_flags import FUSION_FLAG, KnownFlag, known_flag, known_names
-from megatron.config.options import Option, read_words
+from megatron.config.options import Option, read_words, shown_flag
 from megatron.config.problems import ConfigError, Problem, nearest_name, unknown_flag, without_flags
+from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.yaml_file import Entry, dump_yaml, normal_key, read_yaml, value_words
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
+# The configuration that the checkpoint to be loaded was saved with; None where there is none and none is needed.
+SavedConfig = Callable[[CheckpointConfig], MegatronConfig | None]
+
+# What --use-checkpoint-args takes besides the tokenizer and what decides the function of the model: as Megatron-LM.
+_TAKEN_TOO = {"hidden_dropout", "attention_dropout", "apply_query_key_layer_scaling", "seq_length"}
 
 
 def parse_arguments(
@@ -31,13 +38,14 @@ def parse_arguments(
     check_files: bool = True,
     machine_problems: Callable[[MegatronConfig], Iterable[Problem]] = lambda config: (),
     comment: Callable[[MegatronConfig], str] = lambda config: "",
+    saved_config: SavedConfig = lambda wanted: None,
     say: Callable[[str], object] = print,
 ) -> tuple[MegatronConfig, argparse.Namespace]:
     """The configuration that a command line describes, and the values of a program's own arguments.
 
-    From weak to strong: the defaults of the fields, `defaults` of the program (by flag or field name), the
-    file of `--config`, the flags. A flag given twice counts as given last. `--print-config` prints the result
-    and exits.
+    From weak to strong: the defaults of the fields, `defaults` of the program (by flag or field name), the checkpoint
+    with `--use-checkpoint-args`, the file of `--config`, the flags. A flag given twice counts as given last.
+    `--print-config` prints the result and exits.
 
     Args:
         argv: words after the program's name; those of the process when None.
@@ -49,6 +57,7 @@ def parse_arguments(
         check_files: whether tokenizer files and corpora must be there.
         machine_problems: what this machine lacks for a configuration that is to run on it, not only to be printed.
         comment: what there is to say of a configuration that is printed, and keeps the rules.
+        saved_config: reads the configuration of the checkpoint, for `--use-checkpoint-args`.
         say: receives the lines about flags that need a word, and the printed configuration; silent ranks pass another.
 
     Raises:
@@ -73,6 +82,7 @@ def parse_arguments(
         reader.read_entries(entries)
     reader.read_flags(flags)
     extra_values = reader.read_extra(extra)
+    reader.read_checkpoint(saved_config)
     if not launched and reader.value("print_parallel_groups") and reader.value("world_size") not in (None, world_size):
         purpose, world_size = "layout", None  # another world is printed, and nothing run
     if print_config and not launched:
@@ -200,6 +210,7 @@ class _Reader:
     disputed: list[tuple[Option, Any]] = field(default_factory=list)
     extra_words: list[str] = field(default_factory=list)
     accepted: list[tuple[KnownFlag, str]] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
 
     def read_flags(self, groups: Iterable[_Group]) -> None:
         """One source: values in it override those of weaker sources, and must not contradict each other."""
@@ -338,6 +349,35 @@ class _Reader:
         self.problems.append(Problem(flags=(group.shown,), value=value, rule=rule, works=works))
         self.broken |= option.names
 
+    def read_checkpoint(self, saved_config: SavedConfig) -> None:
+        """Take from the checkpoint what `--use-checkpoint-args` asks for, where no flag and no file gives it.
+
+        Raises ConfigError where what names the checkpoint is wrong: what else is missing may stand there.
+        """
+        options = [option for option in all_options() if option.section == "checkpoint" and option.field in self.given]
+        wanted = CheckpointConfig(**{option.field: self.given[option.field].value for option in options})
+        if not wanted.use_checkpoint_args:
+            return
+        problems = without_flags(section_problems(wanted), self.broken)
+        if problems or not self.broken.isdisjoint(("--load", "--ckpt-step")):
+            raise ConfigError(self.problems + problems)
+        saved = saved_config(wanted)
+        if saved is None:
+            return
+        same_tokenizer = self.value("tokenizer_type") in (None, saved.tokenizer.tokenizer_type)
+        for option in all_options():
+            before = self.given.get(option.field)
+            if option.section == "tokenizer":
+                files = option.field not in TOKENIZER_FILES or wanted.use_tokenizer_model_from_checkpoint_args
+                takes = same_tokenizer and files
+            else:
+                takes = option.flag.affects in ("tensors", "model") or option.field in _TAKEN_TOO
+            if takes and (before is None or before.origin == "program"):
+                value = getattr(getattr(saved, option.section), option.field)
+                self.given[option.field] = _Given(value=value, flag="--use-checkpoint-args", origin="checkpoint")
+                if value != option.default:
+                    self.taken.append(shown_flag(option, value))
+
     def read_extra(self, parser: argparse.ArgumentParser) -> argparse.Namespace:
         try:
             return parser.parse_args(self.extra_words)
@@ -399,6 +439,8 @@ class _Reader:
         """What a user should know about the flags that were given, and about those that were not."""
         if self.notes:
             yield "Accepted, and already so in this version: " + ", ".join(dict.fromkeys(self.notes))
+        if self.taken:
+            yield "Not given, so as in the checkpoint (--use-checkpoint-args): " + ", ".join(self.taken)
         if self.renamed:
             names = (f"{old} as {new}" for old, new in self.renamed.items())
             yield "Accepted, and read under the names of this version: " + ", ".join(names)

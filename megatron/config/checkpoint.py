@@ -63,6 +63,19 @@ class CheckpointConfig:
     )
 
     def problems(self) -> Iterator[Problem]:
+    use_checkpoint_args: bool = field(
+        default=False,
+        metadata=flag(
+            "Take model, tokenizer and --seq-length of --load's checkpoint, where neither flags nor --config give them."
+        ),
+    )
+    use_tokenizer_model_from_checkpoint_args: bool = field(
+        default=True,
+        metadata=flag(
+            "With --use-checkpoint-args, take the paths of the tokenizer's files too.",
+            off_help="With --use-checkpoint-args, do not take the paths of the tokenizer's files.",
+        ),
+    )
         """What is wrong within this section."""
         if self.save_interval is not None and self.save is None:
             yield Problem(
@@ -91,3 +104,4 @@ class CheckpointConfig:
                 rule="and --use-checkpoint-opt_param-scheduler ask for opposite things",
                 works="one of the two",
             )
+            "--use-checkpoint-args": self.use_checkpoint_args,

@@ -21,7 +21,16 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.options import MOST_SAMPLES, Affects, Option, read_words, section_options, shown_value, spelled
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import pipeline_layout
-from megatron.config.problems import ConfigError, Problem, divisors, multiples, near, nearest_name, without_flags_of
+from megatron.config.problems import (
+    ConfigError,
+    Problem,
+    UserError,
+    divisors,
+    multiples,
+    near,
+    nearest_name,
+    without_flags_of,
+)
 from megatron.config.tokenizer import TokenizerConfig, padded_vocab_size
 from megatron.config.training import TrainingConfig
 from megatron.config.transformer import TransformerConfig
@@ -304,7 +313,8 @@ class MegatronConfig:
     def from_dict(cls, saved: Mapping[str, Mapping[str, Any]]) -> MegatronConfig:
         """The inverse of to_dict. Fields that a saved form lacks take their defaults.
 
-        Raises ValueError for a section or field that is not known here, with the nearest known one.
+        Raises UserError for a section or field that is not known here, with the nearest known one, and for a value that
+        no field can have.
         """
         built: dict[str, Any] = {}
         classes = section_classes()
@@ -315,7 +325,10 @@ class MegatronConfig:
             _refuse_unknown(f"field of {section}", values, options)
             missing = [name for name, option in options.items() if option.required and values.get(name) is None]
             if missing:
-                raise ValueError(f"the saved configuration lacks {section}.{f', {section}.'.join(missing)}")
+                raise UserError(f"the saved configuration lacks {section}.{f', {section}.'.join(missing)}")
+            for name, value in values.items():
+                if not options[name].can_be(value):
+                    raise UserError(f"the saved configuration has {section}.{name} {repr(value)[:80]}")
             built[section] = config_class(
                 **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
             )
@@ -380,11 +393,13 @@ def _plain(value: Any) -> Any:
 
 
 def _refuse_unknown(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    if not isinstance(given, Mapping):
+        raise UserError(f"the saved configuration has {repr(given)[:80]} in the place of every {what}")
     for name in given:
         if name not in known:
             nearest = nearest_name(name, known)
             hint = f"; nearest: {nearest}" if nearest else ""
-            raise ValueError(f"the saved configuration has the {what} {name!r}, unknown to this version{hint}")
+            raise UserError(f"the saved configuration has the {what} {name!r}, unknown to this version{hint}")
 
 
 # ---- rules between sections ----

@@ -379,10 +379,10 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--save-retain-interval",
     ),
     (
-        "the model is given by flags or --config, and compared with the checkpoint's on a resume",
-        "the same flags as the run that saved it",
-        "--use-checkpoint-args --use-mp-args-from-checkpoint-args "
-        "--no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args",
+        "a checkpoint belongs to no layout: any number of ranks reads it, split in any way",
+        "leave it out; --tensor-model-parallel-size, --pipeline-model-parallel-size and the flags of virtual stages "
+        "give the layout",
+        "--use-mp-args-from-checkpoint-args",
     ),
     (
         f"this way to load {_LATER}",

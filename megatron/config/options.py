@@ -112,6 +112,15 @@ class Option:
         ends |= {"at most": self.flag.at_most, "less than": self.flag.below}
         return " and ".join(f"{word} {spelled(end)}" for word, end in ends.items() if end is not None)
 
+    def can_be(self, value: Any) -> bool:
+        """Whether a value, or a list of values where the field has several, is of the kind of the field."""
+        if value is None:
+            return self.optional
+        if self.many != isinstance(value, list | tuple):
+            return False
+        kinds = {"switch": (bool,), "number": (int,), "fraction": (int, float), "text": (str,)}[self.kind]
+        return all(type(each) in kinds for each in (value if self.many else (value,)))
+
     def rule(self, value: Any) -> str:
         """What a value breaks: the limits of a number, or the choice among words; "" for what is allowed."""
         if value == self.nearest(value):
@@ -182,6 +191,13 @@ def spelled(number: float) -> str:
     if abs(number) >= 10**30:  # more digits than anyone counts, and maybe more than a float can be
         return f"{Decimal(number).normalize():.6g}"
     return f"{number:_}" if abs(number) >= 10_000 else str(number)
+
+
+def shown_flag(option: Option, value: Any) -> str:
+    """What gives an option a value on a command line."""
+    if option.kind == "switch":
+        return option.name if value else option.off_name
+    return f"{option.name} {shown_value(value)}"
 
 
 def shown_value(value: Any) -> str:

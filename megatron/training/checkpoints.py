@@ -11,8 +11,6 @@ from typing import Any
 from megatron.checkpointing import (
     Checkpoint,
     CheckpointError,
-    NoCheckpointError,
-    load_checkpoint,
     model_tensors,
     save_checkpoint,
 )
@@ -21,6 +19,7 @@ from megatron.core.shard import NamedTensor
 from megatron.training.initialize import MegatronContext
 from megatron.training.progress import Progress
 from megatron.training.run import Run
+from megatron.training.wanted_checkpoint import find_checkpoint
 
 
 def save_run(run: Run, folder: Path) -> None:
@@ -66,17 +65,11 @@ def open_checkpoint(context: MegatronContext) -> Checkpoint | None:
         CheckpointError: there is none (and no `--load-if-exists`), it is damaged, or the model, or on a resume the
             data, differs from the one that it was saved with.
     """
-    config, state = context.config, context.state
-    wanted = config.checkpoint
-    if wanted.load is None:
+    config, wanted = context.config, context.config.checkpoint
+    checkpoint = find_checkpoint(wanted, context.state.world)
+    if checkpoint is None:
         return None
-    try:
-        checkpoint = load_checkpoint(wanted.load, step=wanted.ckpt_step, world=state.world)
-    except NoCheckpointError as error:
-        if wanted.load_if_exists:
-            return None
-        raise NoCheckpointError(f"--load: {error}; --load-if-exists starts a new run where there is none") from error
-    changes = difference(MegatronConfig.from_dict(checkpoint.metadata["config"]), config)
+    changes = difference(checkpoint.config, config)
     refused = {"tensors": "model", "model": "model", "data": "data"}
     if wanted.finetune:
         del refused["data"]

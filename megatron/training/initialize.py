@@ -41,6 +41,7 @@ from megatron.core.tensor_parallel.random import RngStateTracker, model_parallel
 from megatron.planning.memory import memory_table, predict_memory
 from megatron.tokenizer.build import build_tokenizer
 from megatron.training.failures import OutOfMemory, RankGone, exiting, topic
+from megatron.training.wanted_checkpoint import saved_config
 
 # A launcher ends all ranks when the first one leaves: seconds that a silent rank leaves to the one that says why.
 _TIME_TO_SPEAK = 5.0
@@ -387,6 +388,7 @@ def _initialize(
             world_size=launch.world_size,
             launched=launch.launched,
             machine_problems=_machine_problems,
+            saved_config=saved_config,
             comment=_planned_memory,
             say=partial(print, flush=True) if launch.rank == 0 else lambda text: None,
         )

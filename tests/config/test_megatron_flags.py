@@ -19,7 +19,7 @@ REFUSED_OF_OLD_LINES = {
     "--tokenizer-model-type", "--train-data", "--valid-data", "--test-data", "--presplit-sentences",
     "--loose-json", "--text-key", "--lazy-loader", "--use-tfrecords", "--resume-dataloader", "--cache-dir",
     "--max-preds-per-seq", "--fp32-layernorm", "--fp32-embedding", "--checkpoint-activations",
-    "--activations-checkpoint-method", "--use-checkpoint-args",
+    "--activations-checkpoint-method",
     "--log-memory-to-tensorboard", "--use-legacy-models", "--deterministic-mode",
 }  # fmt: skip
 

@@ -46,10 +46,10 @@ def readers() -> dict[str, set[str]]:
             if "problems" not in function.name and not function.name.startswith("_check"):
                 derived.setdefault(function.name, set()).update(attributes_read(function))
     used = set().union(*found.values())
-    layout = {"pipeline_layout"}  # a function that setup calls by its name
+    called = {"pipeline_layout", "read_checkpoint"}  # by setup and by parse_arguments
     for _ in range(4):  # values that are derived from derived ones
         for function, reads in derived.items():
-            if function in used | layout or function.startswith("_"):
+            if function in used | called or function.startswith("_"):
                 used |= reads
     found["config"] = used
     return found
