@@ -136,62 +136,6 @@ class Checkpoint:
         agree(world, phase, lambda: summaries.append(self._read(fitting)), raises=CheckpointError)
         return replace(summaries[0], left=(*misfits.values(), *surplus.values()))
 
-    def load_into(
-        self,
-        tensors: Iterable[NamedTensor],
-        *,
-        world: CommGroup,
-        ignore: Sequence[str] = (),
-        partial: Sequence[str] = (),
-    ) -> LoadSummary:
-        """Fill local tensors with their parts of the global ones; a collective over `world`.
-
-        Whole tensors, copies of tied ones and replicated pieces are filled too; padding, which is in no
-        piece, is left as it is. Nothing is written into any tensor before all keys, shapes and dtypes were
-        found to fit on all ranks. If a file proves damaged while it is read, the tensors are left partly filled.
-
-        Args:
-            tensors: this rank's tensors. All ranks together must ask for every tensor of the checkpoint.
-            ignore: prefixes of keys that need not be asked for, as "optimizer." for weights only.
-            partial: patterns as "model.output_layer.*": what they name may be missing, surplus or of another shape or
-                dtype, and is then left as it is. The optimizer's state of a weight goes by the weight's key too.
-
-        Raises:
-            CheckpointError: on all ranks: a list of tensors that are missing, surplus, or of another shape or dtype;
-                a pattern that names nothing; or the file and tensor that are damaged.
-        """
-        asked = list(tensors)
-        phase = f"loading {self.folder}"
-        misfits, surplus = self._differences(asked, world, phase)
-        surplus = {key: line for key, line in surplus.items() if not key.startswith(tuple(ignore))}
-        allowed = self._named(partial, misfits, phase)
-        wrong = [[line for key, line in each.items() if key not in allowed] for each in (misfits, surplus)]
-        if any(wrong):
-            raise CheckpointError(
-                f"{phase}: {counted(sum(map(len, wrong)), 'tensor')} of model and checkpoint do not match:\n"
-                + "\n".join(listing(lines) for lines in wrong if lines)
-                + "\n--load-partial GLOB leaves those that it names out"
-            )
-        fitting = [named for named in asked if named.key not in misfits]
-        summaries: list[LoadSummary] = []
-        agree(world, phase, lambda: summaries.append(self._read(fitting)), raises=CheckpointError)
-        return replace(summaries[0], left=(*misfits.values(), *surplus.values()))
-
-    def read(self, key: str) -> Tensor:
-        """A global tensor, whole, on the CPU.
-
-        Raises:
-            CheckpointError: naming the file and the tensor, when they are damaged.
-        """
-        stored = self.tensors[key]
-        whole = torch.empty(stored.shape, dtype=stored.dtype)
-        for file in sorted({part.file for part in stored.slices}):
-            with storage.ShardReader(self.folder / file, self.index.files[file], self.index.block_bytes) as reader:
-                for part in stored.slices:
-                    if part.file == file:
-                        reader.copy_into(whole[part.box.index], part, stored.dtype, part.box, store=_store)
-        return whole
-
     def _differences(
         self, asked: Sequence[NamedTensor], world: CommGroup, phase: str
     ) -> tuple[dict[str, str], dict[str, str]]:
