@@ -25,12 +25,14 @@ from megatron.checkpointing.load import (
     read_tracker,
 )
 from megatron.checkpointing.model_tensors import model_tensors
-from megatron.checkpointing.save import save_checkpoint
+from megatron.checkpointing.save import save_checkpoint, save_converted
+from megatron.checkpointing.storage import LazySlice
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
     "LoadSummary",
+    "LazySlice",
     "NoCheckpointError",
     "list_checkpoints",
     "load_checkpoint",
@@ -38,3 +40,4 @@ __all__ = [
     "read_tracker",
     "save_checkpoint",
 ]
+    "save_converted",

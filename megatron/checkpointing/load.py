@@ -136,6 +136,21 @@ class Checkpoint:
         agree(world, phase, lambda: summaries.append(self._read(fitting)), raises=CheckpointError)
         return replace(summaries[0], left=(*misfits.values(), *surplus.values()))
 
+    def read(self, key: str) -> Tensor:
+        """A global tensor, whole, on the CPU.
+
+        Raises:
+            CheckpointError: naming the file and the tensor, when they are damaged.
+        """
+        stored = self.tensors[key]
+        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        for file in sorted({part.file for part in stored.slices}):
+            with storage.ShardReader(self.folder / file, self.index.files[file], self.index.block_bytes) as reader:
+                for part in stored.slices:
+                    if part.file == file:
+                        reader.copy_into(whole[part.box.index], part, stored.dtype, part.box, store=_store)
+        return whole
+
     def _differences(
         self, asked: Sequence[NamedTensor], world: CommGroup, phase: str
     ) -> tuple[dict[str, str], dict[str, str]]:

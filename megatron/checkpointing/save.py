@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from megatron.checkpointing import storage
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.index import VERSION, Index, StoredSlice, StoredTensor, merge, parse_index
-from megatron.checkpointing.shares import Share, share_of
+from megatron.checkpointing.shares import Share, lazy_share, share_of
 from megatron.core.agreement import agree
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import NamedTensor
@@ -62,6 +62,21 @@ def save_checkpoint(
     return storage.iteration_folder(Path(root), iteration)
 
 
+def save_converted(
+    root: str | os.PathLike[str], iteration: int, tensors: Sequence[storage.LazySlice], metadata: Mapping[str, Any]
+) -> Path:
+    """Save whole tensors from one process, each read when its turn comes; otherwise as `save_checkpoint`."""
+    save = Save(root=Path(root), iteration=iteration, rank=0, metadata=metadata)
+    try:
+        writers = save.writers([save.prepare_share(lazy_share(tensors))])
+        save.write()
+        save.publish(writers)
+    except Exception:
+        save.discard()
+        raise
+    return storage.iteration_folder(Path(root), iteration)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What one rank is going to write, whether it writes at all, and (first rank) for how much there is room."""
@@ -93,7 +108,10 @@ class Save:
 
     def prepare_on_all(self, tensors: Iterable[NamedTensor], world: CommGroup, replicas: CommGroup) -> list[int]:
         """Prepare, and see that there is room for all; a collective. Returns: the ranks that write something."""
-        plans = agree(world, self.phase, lambda: self.prepare(tensors, replicas), raises=CheckpointError)
+        return self.writers(agree(world, self.phase, lambda: self.prepare(tensors, replicas), raises=CheckpointError))
+
+    def writers(self, plans: Sequence[Plan]) -> list[int]:
+        """The ranks that write something, once there is room for all."""
         needed, free = sum(plan.planned_bytes for plan in plans), plans[0].free_bytes
         if free < needed:
             raise CheckpointError(f"{self.phase}: {needed:,} bytes are needed, {free:,} are free")
@@ -101,7 +119,11 @@ class Save:
 
     def prepare(self, tensors: Iterable[NamedTensor], replicas: CommGroup = _UNSHARED) -> Plan:
         """Decide what this rank writes; the first also checks the metadata and makes the temporary folder."""
-        self.share = share_of(tensors, replicas)
+        return self.prepare_share(share_of(tensors, replicas))
+
+    def prepare_share(self, share: Share) -> Plan:
+        """Make ready to write a share."""
+        self.share = share
         free_bytes = 0
         if self.rank == 0:
             check_json(self.metadata, "metadata")

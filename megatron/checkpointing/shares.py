@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.index import DTYPE_NAMES, StoredTensor
 from megatron.checkpointing.slices import held_parts
-from megatron.checkpointing.storage import PendingSlice
+from megatron.checkpointing.storage import LazySlice, PendingSlice
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import NamedTensor
 
@@ -23,7 +23,7 @@ class Share:
     """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    pending: list[PendingSlice] = field(default_factory=list)
+    pending: Sequence[PendingSlice | LazySlice] = ()
 
     @property
     def size(self) -> int:
@@ -66,6 +66,12 @@ def share_of(tensors: Iterable[NamedTensor], replicas: CommGroup) -> Share:
         written = {part.key for part in alone}
         known = {key: tensor for key, tensor in known.items() if key in written}
     return Share(tensors=known, pending=alone)
+
+
+def lazy_share(slices: Sequence[LazySlice]) -> Share:
+    """All of a checkpoint that one process writes, each slice of which is a whole tensor."""
+    tensors = {part.key: StoredTensor(dtype=part.dtype, shape=part.shape, slices=()) for part in slices}
+    return Share(tensors=tensors, pending=slices)
 
 
 def rows_of_share(tables: Iterable[tuple[int, int]], rank: int, size: int) -> list[range]:

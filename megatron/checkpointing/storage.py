@@ -18,13 +18,13 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,6 +77,11 @@ def shard_file(rank: int) -> str:
 def share_file(rank: int) -> str:
     """The index of one rank's share, until the first rank has merged them."""
     return f"index_{rank:05d}.json"
+
+
+def failure_file(rank: int) -> str:
+    """Why a rank that writes in the background has not written its share."""
+    return f"failed_{rank:05d}.txt"
 
 
 def iterations_present(root: Path) -> list[int]:
@@ -218,17 +223,19 @@ class Part(Protocol):
     def tensor(self) -> Numbers: ...
 
 
+SomePart = TypeVar("SomePart", bound=Part)
+
+
 def size_of(part: Part) -> int:
     """Bytes of its values."""
     return prod(part.shape) * part.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
-class PendingSlice:
-    """A slice to be written: the view of a local tensor that holds it, and its place in the global tensor."""
+class Slice:
+    """A slice to be written, and its place in the global tensor."""
 
     key: str
-    tensor: Numbers
     box: Box
 
     @property
@@ -236,12 +243,19 @@ class PendingSlice:
         return f"{self.key}@{','.join(map(str, self.box.offset))}"
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return self.box.shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingSlice(Slice):
+    """A slice in memory: the view of a local tensor that holds it."""
+
+    tensor: Numbers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
 
     @property
     def size(self) -> int:
@@ -253,13 +267,33 @@ class PendingSlice:
         return PendingSlice(key=self.key, tensor=self.tensor[inside.index], box=inside.moved_by(self.box.offset))
 
 
+@dataclass(frozen=True, kw_only=True)
+class LazySlice(Slice):
+    """A slice elsewhere: `read` gives its values, each time anew."""
+
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.read()
+
+    @property
+    def size(self) -> int:
+        return size_of(self)
+
+
+def in_file_order(pending: Iterable[SomePart]) -> list[SomePart]:
+    """Widest elements first, so that each tensor starts at a multiple of its element size, as the library has it."""
+    return sorted(pending, key=lambda part: (-part.dtype.itemsize, part.name))
+
+
 def write_shard(path: Path, pending: Sequence[Part], block_bytes: int) -> tuple[int, dict[str, tuple[int, ...]]]:
     """Write slices, or whole tensors, to a new safetensors file, on the disk when this returns.
 
     Returns: the size of the file, and for each name the CRC-32 of each block.
     """
-    # Widest elements first, so that each tensor starts at a multiple of its element size, as the library has it.
-    ordered = sorted(pending, key=lambda part: (-part.dtype.itemsize, part.name))
+    ordered = in_file_order(pending)
     header = _header(ordered)
     checksums = {}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -308,14 +342,29 @@ def _blocks(tensor: Numbers, block_bytes: int) -> Iterator[Tensor]:
         return
     staging = torch.empty(min(length, total), dtype=tensor.dtype)
     for first in range(0, total, length):
-        stop = min(first + length, total)
-        position = 0
-        for box in flat_range_boxes(tuple(tensor.shape), first, stop):
-            values = tensor[box.index]
-            values = values.joined() if isinstance(values, Halves) else values
-            staging[position : position + box.volume].view(box.shape).copy_(values)
-            position += box.volume
-        yield staging[:position]
+        block = staging[: min(length, total - first)]
+        _copy_range(tensor, first, block)
+        yield block
+
+
+def copy_elements(tensor: Numbers, flat: Tensor) -> None:
+    """Copy all elements, in row-major order, to a flat CPU tensor of their dtype."""
+    if isinstance(tensor, Tensor):
+        flat.view(tensor.shape).copy_(tensor.detach())
+        return
+    length = BLOCK_BYTES // tensor.element_size()  # joined halves are a temporary copy
+    for first in range(0, flat.numel(), length):
+        _copy_range(tensor.detach(), first, flat[first : first + length])
+
+
+def _copy_range(tensor: Numbers, first: int, flat: Tensor) -> None:
+    """Fill `flat` with the elements from `first` on, in row-major order."""
+    position = 0
+    for box in flat_range_boxes(tuple(tensor.shape), first, first + flat.numel()):
+        values = tensor[box.index]
+        values = values.joined() if isinstance(values, Halves) else values
+        flat[position : position + box.volume].view(box.shape).copy_(values)
+        position += box.volume
 
 
 def _bytes_of(flat: Tensor) -> memoryview:
