@@ -14,8 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.problems import UserError
+from megatron.config.pipeline_layout import StageLayout
+from megatron.config.problems import UserError, listing
 from megatron.config.transformer import TransformerConfig
+from megatron.core.comm_group import CommGroup
+from megatron.core.shard import shard_of
+from megatron.core.tensor_parallel.placement import Placement
+from megatron.model.gpt_model import GPTModel
 
 
 class ConversionError(UserError):
@@ -64,7 +69,8 @@ class PortableModel:
         seq_length: tokens of the context that it was trained on.
         tensors: by the key of a native checkpoint: weights as `model.<name>`, with a training state also its moments as
             `optimizer.<kind>.<name>`. Shapes are global, without rows that were added as padding.
-        tokenizer_files: files to be copied beside the model, as it came with them.
+        tokenizer_files: files that make its tokenizer, by the names that Hugging Face has for them.
+        generation: what `generation_config.json` of Hugging Face says: the ids that begin and end a text, for one.
         training: of a model whose training can go on.
     """
 
@@ -72,5 +78,40 @@ class PortableModel:
     vocab_size: int
     seq_length: int
     tensors: Mapping[str, LazyTensor]
-    tokenizer_files: tuple[Path, ...] = ()
+    tokenizer_files: Mapping[str, Path] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
     training: TrainingState | None = field(default=None)
+
+
+def global_shapes(config: TransformerConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """The global parameters of a model by their names, with their shapes; no memory is taken for them."""
+    model = GPTModel(
+        config,
+        stage=StageLayout(stage=0, chunk=0, layers=range(config.num_layers), has_embedding=True, has_output=True),
+        vocab_size=vocab_size,
+        padded_vocab_size=vocab_size,
+        placement=Placement(
+            group=CommGroup.single("tensor"),
+            sequence_parallel=False,
+            dtype=torch.float32,
+            device=torch.device("meta"),
+        ),
+    )
+    return {shard_of(parameter).name: shard_of(parameter).global_shape for parameter in model.parameters()}
+
+
+def refuse_differences(source: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, LazyTensor]) -> None:
+    """Refuse tensors that are not those of the model.
+
+    Raises:
+        ConversionError: lists what is missing, what there is besides, and what has another shape.
+    """
+    lines = [f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in found]
+    lines += [f"{name} {list(found[name].shape)} is none of it" for name in found if name not in wanted]
+    lines += [
+        f"{name} is {list(found[name].shape)}, and should be {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name].shape != shape
+    ]
+    if lines:
+        raise ConversionError(f"{source}: its tensors are not those of the model:\n{listing(lines)}")

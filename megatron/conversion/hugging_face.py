@@ -1,0 +1,271 @@
+"""A folder of Hugging Face: `config.json`, weights in safetensors, and the files of a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron.checkpointing import storage
+from megatron.checkpointing.index import DTYPES
+from megatron.conversion.families import (
+    Family,
+    HuggingFaceConfig,
+    family_called,
+    family_of_file,
+    family_of_model,
+)
+from megatron.conversion.portable import (
+    ConversionError,
+    LazyTensor,
+    PortableModel,
+    global_shapes,
+    refuse_differences,
+)
+from megatron.conversion.tokenizer_files import GENERATION, files_in
+from megatron.conversion.transforms import Match, joined, match_of, split, their_shapes
+from megatron.conversion.whole_folder import copy_file, read_json, whole_folder, write_json
+from megatron.model.gpt_model import WORD_EMBEDDINGS
+
+CONFIG = "config.json"
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+MAX_SHARD_BYTES = 5 * 10**9
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors")
+
+
+# ---- reading ----
+
+
+def read_hugging_face(folder: Path) -> PortableModel:
+    """The model in a folder; its weights are read later, one by one.
+
+    Raises:
+        ConversionError: the folder holds no such model, one that this program does not know, or one that is damaged.
+        ConfigError: sizes in `config.json` do not fit each other.
+    """
+    values = read_json(folder / CONFIG)
+    family = family_of_file(values, str(folder / CONFIG))
+    config = family.read(values, str(folder / CONFIG))
+    found = _without_ignored(_read_tensors(folder), family)
+    tensors = _as_ours(found, family, config, folder)
+    generation = {key: values[key] for key in _TOKENS if values.get(key) is not None}
+    if (folder / GENERATION).is_file():
+        generation |= read_json(folder / GENERATION)
+    return PortableModel(
+        config=config.model,
+        vocab_size=config.vocab_size,
+        seq_length=config.seq_length,
+        tensors=tensors,
+        tokenizer_files=files_in(folder),
+        generation=generation,
+    )
+
+
+def _as_ours(
+    found: dict[str, LazyTensor], family: Family, config: HuggingFaceConfig, folder: Path
+) -> dict[str, LazyTensor]:
+    """Their tensors as the parameters of our model."""
+    model = config.model
+    bare = not any(name.startswith(family.prefix) for name in found)  # saved without its head: so are the names
+    shapes = global_shapes(model, config.vocab_size)
+    sources: dict[str, tuple[Match, tuple[str, ...]]] = {}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        match, theirs = match_of(name, family.matches)
+        theirs = tuple(other.removeprefix(family.prefix) if bare else other for other in theirs)
+        sources[name] = match, theirs
+        wanted |= zip(theirs, their_shapes(match, shape, model), strict=True)
+    if model.tied_embeddings and HEAD in found:
+        (embedding,) = sources[WORD_EMBEDDINGS][1]
+        _check_tied_copy(found, embedding, folder)
+    refuse_differences(str(folder), wanted, found)
+    return {
+        f"model.{name}": joined(match, {other: found[other] for other in theirs}, shapes[name], model)
+        for name, (match, theirs) in sources.items()
+    }
+
+
+def _check_tied_copy(found: dict[str, LazyTensor], embedding: str, folder: Path) -> None:
+    """A head that is stored although it is the embedding must be the same; it is left out then."""
+    head = found.pop(HEAD)
+    if embedding in found and not torch.equal(head.read(), found[embedding].read()):
+        raise ConversionError(
+            f"{folder}: {HEAD} differs from {embedding}, and tie_word_embeddings of {CONFIG} says that they are one "
+            "weight; with false the head is a weight of its own"
+        )
+
+
+def _without_ignored(found: dict[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        if not any(re.fullmatch(pattern, name) for pattern in family.ignored)
+    }
+
+
+def _read_tensors(folder: Path) -> dict[str, LazyTensor]:
+    """All tensors of a folder by name.
+
+    Raises:
+        ConversionError: there are none in safetensors, or the index and the files do not agree.
+    """
+    if not (folder / WEIGHTS_INDEX).is_file():
+        if not (folder / WEIGHTS).is_file():
+            raise _no_weights(folder)
+        return dict(_tensors_of_file(folder / WEIGHTS))
+    places = read_json(folder / WEIGHTS_INDEX).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ConversionError(f"{folder / WEIGHTS_INDEX} is damaged: weight_map is no object with names of files")
+    for name, file in places.items():
+        if not isinstance(file, str) or not _SHARD_NAME.fullmatch(file):
+            raise ConversionError(
+                f"{folder / WEIGHTS_INDEX} is damaged: the file of {name[:100]} is {json.dumps(file)[:100]}, "
+                "must be a plain name like model-00001-of-00002.safetensors"
+            )
+    found: dict[str, LazyTensor] = {}
+    for file in sorted(set(places.values())):
+        for name, tensor in _tensors_of_file(folder / file):
+            if places.get(name) != file:
+                raise ConversionError(f"{folder / file} holds {name}, and {WEIGHTS_INDEX} places it elsewhere")
+            found[name] = tensor
+    for name, file in places.items():
+        if name not in found:
+            raise ConversionError(f"{folder / file} lacks {name}, which {WEIGHTS_INDEX} places there")
+    return found
+
+
+def _no_weights(folder: Path) -> ConversionError:
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if not pickles:
+        return ConversionError(f"{folder} has no weights: neither {WEIGHTS} nor {WEIGHTS_INDEX}")
+    return ConversionError(
+        f"{folder} has its weights in {pickles[0]}, a pickle, which could run any program when it is read; where you "
+        "trust it, transformers writes safetensors from it: "
+        "AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(OTHER)"
+    )
+
+
+def _tensors_of_file(path: Path) -> Iterator[tuple[str, LazyTensor]]:
+    """The tensors of a safetensors file, whose header the library has checked. The file is open while one is read."""
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118, it is no mapping
+            header = file.get_slice(name)
+            dtype = DTYPES.get(header.get_dtype())
+            if dtype is None or not dtype.is_floating_point:
+                raise ConversionError(
+                    f"{path}: {name} is of {header.get_dtype()}; weights in F64, F32, F16 and BF16 can be converted"
+                )
+            yield name, LazyTensor(shape=tuple(header.get_shape()), dtype=dtype, read=_reader(path, name))
+
+
+def _reader(path: Path, name: str) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        with _opened(path) as file:
+            values: Tensor = file.get_tensor(name)
+            return values.clone()  # what the library gives is a part of the mapped file, which it keeps in memory
+
+    return read
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConversionError(f"{path} cannot be read: {error}") from error
+
+
+# ---- writing ----
+
+
+@dataclass(frozen=True)
+class _WholeTensor:
+    """A tensor that a file is written with, read when its turn comes."""
+
+    name: str
+    lazy: LazyTensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lazy.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.lazy.shape
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.lazy.read()
+
+
+def write_hugging_face(model: PortableModel, folder: Path, *, family_name: str | None = None) -> None:
+    """Write a model as `transformers` reads it, one tensor at a time, in files of at most 5 GB.
+
+    Args:
+        family_name: as in `FAMILIES`, where several families have the model; the first of them when None.
+
+    Raises:
+        ConversionError: no family, or not this one, has the model, or the folder is not empty.
+    """
+    config = HuggingFaceConfig(model=model.config, vocab_size=model.vocab_size, seq_length=model.seq_length)
+    family = _family(config, family_name)
+    tensors = _as_theirs(model, family)
+    values = family.write(config)
+    values |= {key: model.generation.get(key) for key in _TOKENS}
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    if len(dtypes) == 1:
+        values["torch_dtype"] = dtypes.pop()
+    with whole_folder(folder) as inside:
+        _write_weights(inside, tensors)
+        write_json(inside / CONFIG, values)
+        write_json(inside / GENERATION, model.generation)
+        for name, path in model.tokenizer_files.items():
+            copy_file(path, inside / name)
+
+
+def _family(config: HuggingFaceConfig, name: str | None) -> Family:
+    if name is None:
+        return family_of_model(config)
+    family = family_called(name)
+    if differences := family.differences(config):
+        raise ConversionError(f"the model is no {name}, which differs: {'; '.join(differences)}")
+    return family
+
+
+def _as_theirs(model: PortableModel, family: Family) -> dict[str, LazyTensor]:
+    """The parameters of our model as their tensors. A tied head is left out: `tie_word_embeddings` makes it."""
+    tensors: dict[str, LazyTensor] = {}
+    for name in global_shapes(model.config, model.vocab_size):
+        match, theirs = match_of(name, family.matches)
+        tensors |= split(match, theirs, model.tensors[f"model.{name}"], model.config)
+    return tensors
+
+
+def _write_weights(folder: Path, tensors: Mapping[str, LazyTensor]) -> None:
+    shards: list[list[_WholeTensor]] = [[]]
+    size = 0
+    for name, lazy in tensors.items():
+        part = _WholeTensor(name, lazy)
+        if shards[-1] and size + storage.size_of(part) > MAX_SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(part)
+        size += storage.size_of(part)
+    if len(shards) == 1:
+        storage.write_shard(folder / WEIGHTS, shards[0], storage.BLOCK_BYTES)
+        return
+    places: dict[str, str] = {}
+    for number, parts in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        storage.write_shard(folder / file, parts, storage.BLOCK_BYTES)
+        places |= {part.name: file for part in parts}
+    total = sum(storage.size_of(part) for parts in shards for part in parts)
+    write_json(folder / WEIGHTS_INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})

@@ -1,0 +1,70 @@
+"""Folders that a conversion makes: whole or not there; and the small files in them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing import CheckpointError, storage
+from megatron.checkpointing.index import parse_json
+from megatron.conversion.portable import ConversionError
+from megatron.core.whole_file import sync_folder
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A new folder under a temporary name, which gets its own when the block ends well, and vanishes when it does not.
+
+    Raises:
+        ConversionError: there is something of this name.
+    """
+    refuse_existing(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    inside = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(inside, ignore_errors=True)  # of a conversion that was killed
+    inside.mkdir()
+    try:
+        yield inside
+        sync_folder(inside)
+        if folder.is_dir():
+            folder.rmdir()
+        inside.rename(folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(inside, ignore_errors=True)
+
+
+def refuse_existing(folder: Path) -> None:
+    """Nothing that exists is written over or beside.
+
+    Raises:
+        ConversionError: the folder is not empty, or no folder.
+    """
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.is_symlink() or folder.exists():
+        raise ConversionError(f"{folder} exists and is not empty: give a new folder, or move that one away")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a small JSON file.
+
+    Raises:
+        ConversionError: it is not there, not JSON, or no object.
+    """
+    try:
+        return parse_json(storage.read_file(path), str(path))
+    except CheckpointError as error:
+        raise ConversionError(str(error)) from error
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    storage.write_file(path, (json.dumps(values, indent=2) + "\n").encode())
+
+
+def copy_file(source: Path, target: Path) -> None:
+    storage.write_file(target, source.read_bytes())
