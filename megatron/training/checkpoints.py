@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron.checkpointing import (
-    Checkpoint,
-    CheckpointError,
-    model_tensors,
-    save_checkpoint,
-)
+from megatron.checkpointing import Checkpoint, CheckpointError, model_tensors, save_checkpoint
 from megatron.config.megatron_config import MegatronConfig, difference
+from megatron.config.problems import UserError
 from megatron.core.shard import NamedTensor
 from megatron.training.initialize import MegatronContext
 from megatron.training.progress import Progress
 from megatron.training.run import Run
 from megatron.training.wanted_checkpoint import find_checkpoint
+
+Value = TypeVar("Value")
 
 
 def save_run(run: Run, folder: Path) -> None:
@@ -71,7 +70,7 @@ def open_checkpoint(context: MegatronContext) -> Checkpoint | None:
         return None
     changes = difference(checkpoint.config, config)
     refused = {"tensors": "model", "model": "model", "data": "data"}
-    if wanted.finetune:
+    if not goes_on(checkpoint, config):
         del refused["data"]
     if wanted.load_partial:  # the tensors themselves are compared when they are loaded
         del refused["tensors"]
@@ -89,17 +88,39 @@ def open_checkpoint(context: MegatronContext) -> Checkpoint | None:
     return checkpoint
 
 
+def goes_on(checkpoint: Checkpoint, config: MegatronConfig) -> bool:
+    """Whether a run goes on with the training of a checkpoint.
+
+    Otherwise it takes the weights alone: `--finetune` asks for that, and a converted model may have nothing else.
+    """
+    return not config.checkpoint.finetune and "progress" in checkpoint.metadata
+
+
 def progress_of(checkpoint: Checkpoint | None, config: MegatronConfig) -> Progress:
     """Where the run stands: that of the checkpoint, or the start of a new run."""
-    if checkpoint is None or config.checkpoint.finetune:
+    if checkpoint is None or not goes_on(checkpoint, config):
         return Progress()
-    return Progress.from_state_dict(checkpoint.metadata["progress"])
+    return _take(checkpoint, "progress", Progress.from_state_dict)
+
+
+def _take(checkpoint: Checkpoint, key: str, take: Callable[[Any], Value]) -> Value:
+    """Hand over what the metadata say under a key; whoever wrote them, what cannot be read is the file's fault."""
+    try:
+        return take(checkpoint.metadata[key])
+    except UserError as error:
+        raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        text = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(f"{checkpoint.folder}: metadata.json has no {key} as a run saves it ({text})") from error
 
 
 def _check_data(run: Run, checkpoint: Checkpoint) -> None:
     """Refuse data that has been replaced: the position in it would mean other samples. A folder that moved is no
     other data, so fingerprints are compared, and prefixes not."""
-    saved = [(str(entry["prefix"]), str(entry["fingerprint"])) for entry in checkpoint.metadata["data"]]
+    if "data" not in checkpoint.metadata:
+        run.say(f"  {checkpoint.folder} does not say what its data was: that this is the same is not checked")
+        return
+    saved = _take(checkpoint, "data", lambda data: [(str(each["prefix"]), str(each["fingerprint"])) for each in data])
     present = [(source.prefix, source.fingerprint) for source in run.loaders.sources]
     nothing = ("nothing", "nothing")
     lines = [
@@ -119,21 +140,23 @@ def load_run(run: Run, checkpoint: Checkpoint) -> None:
     """Fill the run's weights, and unless told otherwise its optimizer and schedule, from a checkpoint; a collective."""
     start = time.perf_counter()
     wanted = run.config.checkpoint
-    if not wanted.finetune:
+    resumes = goes_on(checkpoint, run.config)
+    with_optimizer = wanted.load_optim and resumes
+    if resumes:
         _check_data(run, checkpoint)
-    with_optimizer = wanted.load_optim and not wanted.finetune
+    elif not wanted.finetune:
+        run.say(
+            f"  {checkpoint.folder} holds a model without a training: this one starts at iteration 0, as --finetune"
+        )
     if with_optimizer and "optimizer" not in checkpoint.metadata:
         raise CheckpointError(
             f"{checkpoint.folder} was saved without the optimizer (--no-save-optim): --no-load-optim starts it anew, "
             f"--finetune the whole run"
         )
-    try:
-        if with_optimizer:
-            run.optimizer.load_state_dict(checkpoint.metadata["optimizer"])
-        if not wanted.finetune:  # also with --no-load-optim: the position in the data goes on, so must the rates
-            run.scheduler.load_state_dict(checkpoint.metadata["scheduler"])
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+    if with_optimizer:
+        _take(checkpoint, "optimizer", run.optimizer.load_state_dict)
+    if resumes:  # also with --no-load-optim: the position in the data goes on, so must the rates
+        _take(checkpoint, "scheduler", run.scheduler.load_state_dict)
     tensors = _weights(run)
     if with_optimizer:
         tensors += run.optimizer.named_state()

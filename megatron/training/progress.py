@@ -28,4 +28,9 @@ class Progress:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Progress:
-        return cls(**state)
+        """Raises TypeError or ValueError for what is no such state."""
+        progress = cls(**state)
+        for count in (*(vars(progress) | {"train_blocks": 0}).values(), *progress.train_blocks):
+            if type(count) is not int or count < 0:
+                raise ValueError(f"{count!r:.80} is no count")
+        return progress
