@@ -1,0 +1,233 @@
+"""What Megatron-LM's arguments, which its checkpoints hold, say of a model and of its training; and the other way."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.config.megatron_config import all_options
+from megatron.config.megatron_flags import known_flag
+from megatron.config.options import Option, flag_name, section_options
+from megatron.config.transformer import TransformerConfig
+from megatron.conversion.portable import ConversionError, PortableModel
+
+# What changes the model and is not available here, with the values that ask for nothing.
+_LACKING: Mapping[str, tuple[Any, ...]] = {
+    "num_experts": (None, 0),
+    "multi_latent_attention": (False, None),
+    "experimental_attention_variant": (None,),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "apply_layernorm_1p": (False, None),
+    "layernorm_zero_centered_gamma": (False, None),
+    "qk_l2_norm": (False, None),
+    "softmax_type": ("vanilla", None),
+    "attention_output_gate": (False, None),
+    "window_attn_skip_freq": (None,),
+    "no_rope_freq": (None,),
+    "rope_type": (None, "rope"),
+    "mtp_num_layers": (None, 0),
+    "use_mup": (False, None),
+    "glu_linear_offset": (0.0, None),
+    "activation_func_clamp_value": (None,),
+    "quick_geglu": (False, None),
+    "enable_mhc_connections": (False, None),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None, ""),
+    "is_hybrid_model": (False, None),
+    "hybrid_layer_pattern": (None,),
+    "hybrid_override_pattern": (None,),
+    "retro_add_retriever": (False, None),
+}
+# The flag of an argument that has another name.
+_FLAGS = {"layernorm_zero_centered_gamma": "--apply-layernorm-1p", "retro_add_retriever": "--retro-add-retriever"}
+_ROTARY = ("rotary_percent", "rotary_base", "rotary_interleaved", "rotary_seq_len_interpolation_factor")
+# Of the model, fields that are read as they are; besides, those that decide about its training.
+_PLAIN = (
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "max_position_embeddings"),
+    *("normalization", "norm_epsilon", "add_bias_linear", "qk_layernorm", "untie_embeddings_and_output_weights"),
+    *("hidden_dropout", "attention_dropout", "init_method_std", "embedding_init_method_std", "window_size"),
+)
+_TRAINING_SECTIONS = ("optimizer", "training", "data", "tokenizer")
+
+
+def read_config(arguments: Mapping[str, Any], source: str) -> TransformerConfig:
+    """The model that the arguments of a checkpoint describe.
+
+    Raises:
+        ConversionError: it has what is not available here, or arguments that make no model.
+    """
+    refused = list(_refusals(arguments))
+    if refused:
+        raise ConversionError("\n".join([f"{source}: the model can not be one of this version:", *refused]))
+    given = {"norm_epsilon": arguments.get("layernorm_epsilon"), **arguments}
+    values = {name: given[name] for name in _PLAIN if given.get(name) is not None}
+    values["activation"] = _activation(arguments)
+    values["position_embedding_type"] = _positions(arguments)
+    if arguments.get("group_query_attention"):
+        values |= {"group_query_attention": True, "num_query_groups": arguments.get("num_query_groups")}
+    if not arguments.get("add_bias_linear", True):
+        values["add_qkv_bias"] = bool(arguments.get("add_qkv_bias"))
+    if values["position_embedding_type"] == "rope":
+        values |= {name: arguments[name] for name in _ROTARY if arguments.get(name) is not None}
+        if arguments.get("use_rope_scaling"):
+            values["use_rope_scaling"] = True
+            values["rope_scaling_factor"] = arguments.get("rope_scaling_factor", 8.0)
+    options = {option.field: option for option in section_options("model", TransformerConfig)}
+    fitting = {name: _fitted(options[name], value) for name, value in values.items()}
+    wrong = [f"  {flag_name(name)} {values[name]!r} is no value of it" for name, ok in fitting.items() if ok is _MISFIT]
+    wrong += [
+        f"  {option.name} is missing" for option in options.values() if option.required and option.field not in values
+    ]
+    if wrong:
+        raise ConversionError("\n".join([f"{source}: the arguments that it was saved with make no model:", *wrong]))
+    config = TransformerConfig(**fitting)
+    problems = [f"  {problem}" for problem in config.problems()]
+    if problems:
+        raise ConversionError("\n".join([f"{source}: the arguments that it was saved with make no model:", *problems]))
+    return config
+
+
+def _refusals(arguments: Mapping[str, Any]) -> Iterator[str]:
+    for name, neutral in _LACKING.items():
+        value = arguments.get(name, neutral[0])
+        if value not in neutral:
+            flag = _FLAGS.get(name, flag_name(name))
+            known = known_flag(flag)
+            shown = "" if value is True else f" {value}" if isinstance(value, (int, float, str)) else " …"
+            yield f"  {flag}{shown}: {known.reason if known is not None else 'is not available in this version'}"
+
+
+def _activation(arguments: Mapping[str, Any]) -> str:
+    """Its GELU is the tanh form where it is fused with the bias, which is the default, and else the exact one.
+
+    Megatron-LM's `tools/checkpoint/convert.py` turns the fusion off in whatever it writes, and the initialisation with
+    it, which a training needs: so without that the arguments do not tell, and the default is taken.
+    """
+    if arguments.get("swiglu"):
+        return "swiglu"
+    if arguments.get("squared_relu"):
+        return "squared_relu"
+    told = arguments.get("perform_initialization", True)
+    fused = arguments.get("bias_gelu_fusion", True) if told else arguments.get("add_bias_linear", True)
+    return "gelu_tanh" if fused or arguments.get("openai_gelu") else "gelu"
+
+
+def _positions(arguments: Mapping[str, Any]) -> Any:
+    if arguments.get("use_rotary_position_embeddings"):
+        return "rope"
+    kind = arguments.get("position_embedding_type", "learned_absolute")
+    return "none" if kind == "learned_absolute" and not arguments.get("add_position_embedding", True) else kind
+
+
+_MISFIT = object()
+
+
+def _fitted(option: Option, value: Any) -> Any:
+    """The value as a field has it; `_MISFIT` for one that it can not have."""
+    if option.many:
+        fitted = tuple(value) if isinstance(value, (list, tuple)) else value
+        fits = isinstance(fitted, tuple) and all(isinstance(each, int | float | str) for each in fitted)
+    elif option.kind == "switch":
+        fitted, fits = value, isinstance(value, bool)
+    elif option.kind == "text":
+        fitted, fits = value, isinstance(value, str)
+    else:
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        whole = fits and option.kind == "number" and float(value).is_integer()
+        fitted = int(value) if whole else float(value) if fits and option.kind == "fraction" else value
+        fits = fits and (whole or option.kind == "fraction")
+    return fitted if fits and not option.rule(fitted) else _MISFIT
+
+
+def training_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a training's own flags, by our fields, as far as these can have them."""
+    given = dict(arguments)
+    given["precision"] = "bf16" if given.get("bf16") else "fp16" if given.get("fp16") else "fp32"
+    options = [option for option in all_options() if option.section in _TRAINING_SECTIONS]
+    values = {option.field: _fitted(option, given[option.field]) for option in options if option.field in given}
+    return {name: value for name, value in values.items() if value is not _MISFIT}
+
+
+def write_arguments(
+    model: PortableModel,
+    *,
+    tensor: int,
+    pipeline: int,
+    virtual: int,
+    padded_vocab_size: int,
+    divisible_by: int,
+    joined: bool,
+) -> argparse.Namespace:
+    """The arguments with which Megatron-LM would have made a model, of builtin values alone.
+
+    Raises:
+        ConversionError: it can not make it.
+    """
+    config = model.config
+    if config.position_embedding_type == "alibi":
+        raise ConversionError("--position-embedding-type alibi: Megatron-LM has no ALiBi")
+    if config.normalize_output_weights:
+        raise ConversionError("--normalize-output-weights: Megatron-LM has no normalised output layer")
+    if config.activation == "gelu_tanh" and not config.add_bias_linear:
+        raise ConversionError(
+            "--disable-bias-linear: Megatron-LM has the tanh GELU fused with a bias only; --activation gelu is exact"
+        )
+    gated = config.activation == "swiglu"
+    return argparse.Namespace(
+        num_layers=config.num_layers,
+        encoder_num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_size,
+        num_attention_heads=config.num_attention_heads,
+        kv_channels=config.head_dim,
+        group_query_attention=config.group_query_attention,
+        num_query_groups=config.query_groups,
+        seq_length=model.seq_length,
+        encoder_seq_length=model.seq_length,
+        max_position_embeddings=config.max_position_embeddings or model.seq_length,
+        position_embedding_type=config.position_embedding_type,
+        add_position_embedding=config.position_embedding_type == "learned_absolute",
+        use_rotary_position_embeddings=False,
+        rotary_base=config.rotary_base,
+        rotary_percent=config.rotary_percent,
+        rotary_interleaved=config.rotary_interleaved,
+        rotary_seq_len_interpolation_factor=config.rotary_seq_len_interpolation_factor,
+        use_rope_scaling=config.use_rope_scaling,
+        rope_scaling_factor=config.rope_scaling_factor,
+        normalization=config.normalization,
+        norm_epsilon=config.norm_epsilon,
+        layernorm_epsilon=config.norm_epsilon,
+        apply_layernorm_1p=False,
+        swiglu=gated,
+        squared_relu=config.activation == "squared_relu",
+        openai_gelu=False,
+        quick_geglu=False,
+        bias_gelu_fusion=config.activation == "gelu_tanh",
+        bias_swiglu_fusion=gated,
+        add_bias_linear=config.add_bias_linear,
+        add_qkv_bias=config.add_bias_linear or config.add_qkv_bias,
+        qk_layernorm=config.qk_layernorm,
+        window_size=config.window_size,
+        untie_embeddings_and_output_weights=config.untie_embeddings_and_output_weights,
+        apply_query_key_layer_scaling=False,
+        apply_residual_connection_post_layernorm=False,
+        hidden_dropout=config.hidden_dropout,
+        attention_dropout=config.attention_dropout,
+        init_method_std=config.init_method_std,
+        embedding_init_method_std=config.embedding_init_method_std,
+        num_experts=None,
+        make_vocab_size_divisible_by=divisible_by,
+        padded_vocab_size=padded_vocab_size,
+        vocab_size=model.vocab_size,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        num_layers_per_virtual_pipeline_stage=config.num_layers // (pipeline * virtual) if virtual > 1 else None,
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        transformer_impl="transformer_engine" if joined else "local",
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        iteration=0,
+    )

@@ -1,0 +1,59 @@
+"""The flat buffers of Megatron-LM's distributed optimizer: where in one each parameter of a model chunk lies.
+
+Parameters lie in reverse order of their registration, each start at a multiple of 64 elements, in buckets that are
+closed when they are large enough. A word embedding that two stages share has a bucket of its own on both. What is
+stored of a bucket ends with its last parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.conversion.megatron_names import EMBEDDING, OUTPUT
+
+_ALIGNMENT = 64
+# Kinds of a buffer as we call them.
+KINDS = {"param": "main", "exp_avg": "optimizer.exp_avg", "exp_avg_sq": "optimizer.exp_avg_sq"}
+
+
+@dataclass(kw_only=True)
+class FlatBucket:
+    """Of each parameter in a bucket its first element and its shape; the number of elements that are stored."""
+
+    places: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    length: int = 0
+
+
+def bucket_limit(arguments: Mapping[str, Any], chunk: int) -> int | None:
+    """Elements after which a bucket is closed; None where there is one for all."""
+    if not arguments.get("overlap_grad_reduce") or chunk > 0:
+        return None
+    given = arguments.get("ddp_bucket_size")
+    return int(given) if given is not None else max(40_000_000, 1_000_000 * int(arguments["data_parallel_size"]))
+
+
+def flat_buckets(shapes: Mapping[str, Sequence[int]], *, limit: int | None, shared_embedding: bool) -> list[FlatBucket]:
+    """The buckets of a model chunk.
+
+    Args:
+        shapes: of its parameters on this rank, in the order of their registration.
+        limit: see `bucket_limit`.
+        shared_embedding: whether two stages share the word embeddings.
+    """
+    buckets = [FlatBucket()]
+    for name, shape in reversed(list(shapes.items())):
+        apart = shared_embedding and name in (EMBEDDING, OUTPUT)
+        bucket = buckets[-1]
+        first = -(-bucket.length // _ALIGNMENT) * _ALIGNMENT
+        if apart and bucket.places:
+            bucket.length = first
+            bucket, first = FlatBucket(), 0
+            buckets.append(bucket)
+        bucket.places[name] = (first, tuple(shape))
+        bucket.length = first + math.prod(shape)
+        if apart or (limit is not None and bucket.length >= limit):
+            buckets.append(FlatBucket())
+    return [bucket for bucket in buckets if bucket.places]

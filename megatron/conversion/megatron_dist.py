@@ -1,0 +1,317 @@
+"""Megatron-LM's `torch_dist` layout: global tensors, in chunks that a pickled index says where to find.
+
+    iter_0000100/metadata.json   names the layout; written last
+                 .metadata       the index of `torch.distributed.checkpoint`
+                 __R_N.distcp    chunks one after the other, each a file of torch.save
+                 common.pt       what all ranks have alike; new versions keep it among the chunks
+
+The layers of a model are stacked: one tensor [layers, …] holds those of all, under a name without a number.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing.slices import Box, tiling_fault
+from megatron.config.transformer import TransformerConfig
+from megatron.conversion.megatron_args import read_config
+from megatron.conversion.megatron_buffers import KINDS, bucket_limit, flat_buckets
+from megatron.conversion.megatron_contents import MegatronContents
+from megatron.conversion.megatron_names import EMBEDDING, OUTPUT, native_name, registration_order
+from megatron.conversion.megatron_optimizer import ADVICE, STATES, common_step, groups_of, training_state
+from megatron.conversion.megatron_shards import ChunkTensors, assembled, cut_shape
+from megatron.conversion.pickles import StandIn, read_pickle, read_torch_file
+from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes
+
+_MARKER = "metadata.json"
+_INDEX = ".metadata"
+_COMMON = "common.pt"
+_STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)")
+_BUFFER = re.compile(
+    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
+)
+# Kinds of the optimizer's tensors that have the names of parameters.
+_STATE_KINDS = {f"optimizer.state.{name}.": f"{kind}." for name, kind in STATES.items()} | {
+    "optimizer.state.fp32_param.": "main.",
+    "optimizer.state.param.": "main.",
+}
+
+
+def has_torch_dist_layout(folder: Path) -> bool:
+    return (folder / _MARKER).is_file() or (folder / _INDEX).is_file()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where bytes are: in a file of the checkpoint."""
+
+    path: Path
+    start: int
+    length: int
+
+    def read(self) -> Any:
+        return read_torch_file(self.path, start=self.start, length=self.length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stored:
+    """A tensor of the index, in the chunks that tile it."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[tuple[Box, _Place], ...]
+
+    def part(self, box: Box, shape: tuple[int, ...]) -> LazyTensor:
+        """A box of it, as a tensor of a shape of its own."""
+        return LazyTensor(shape=shape, dtype=self.dtype, read=lambda: self._read(box).reshape(shape))
+
+    def _read(self, box: Box) -> Tensor:
+        whole = torch.empty(box.shape, dtype=self.dtype)
+        for chunk, place in self.chunks:
+            common = chunk.intersect(box)
+            if common is not None:
+                values = place.read()
+                if not isinstance(values, LazyTensor) or (values.shape, values.dtype) != (chunk.shape, self.dtype):
+                    raise ConversionError(f"{place.path}: what is there of {self.key} is not the chunk {chunk} of it")
+                whole[common.seen_from(box.offset).index] = values.read()[common.seen_from(chunk.offset).index]
+        return whole
+
+
+def read_torch_dist_layout(folder: Path, *, weights_only: bool) -> MegatronContents:
+    """The model, and unless told otherwise its training, in a folder of the layout.
+
+    Raises:
+        ConversionError: the index or a file is damaged, or the model is none that this version has.
+    """
+    _check_marker(folder)
+    tensors, objects = _read_index(folder)
+    common = _common_state(folder, objects)
+    arguments = common.get("args")
+    if not isinstance(arguments, StandIn) or not arguments.fields:
+        raise ConversionError(f"{folder}: holds no arguments (args), which say what the model is")
+    config = read_config(arguments.fields, str(folder))
+    with_training = "optimizer" in common and not weights_only
+    whole = dict(_whole_tensors(tensors, config, with_training=with_training))
+    training = None
+    if with_training:
+        optimizer = common["optimizer"]
+        buffers = {key: tensor for key, tensor in tensors.items() if key.startswith("optimizer.distributed.")}
+        if buffers:
+            whole |= _from_buffers(folder, buffers, config, arguments.fields, tensors[EMBEDDING].shape[0])
+            optimizer = _first_object(objects, "optimizer.distributed.dp_group_idx_0.optimizer/", folder)
+        groups = groups_of(optimizer, folder)
+        training = training_state(
+            arguments=arguments.fields,
+            iteration=int(common.get("iteration", 0)),
+            optimizer=common["optimizer"],
+            scheduler=common.get("opt_param_scheduler", {}),
+            step=common_step(groups, optimizer.get("optimizer", optimizer).get("state", {})),
+            source=folder,
+        )
+    return MegatronContents(config=config, arguments=arguments.fields, tensors=whole, training=training)
+
+
+def _check_marker(folder: Path) -> None:
+    marker = folder / _MARKER
+    if not marker.is_file():
+        raise ConversionError(
+            f"{folder}: has no {_MARKER}, which Megatron-LM writes last: the save did not end, or the checkpoint is of "
+            f"--ckpt-format torch_dcp or fsdp_dtensor, which can not be read; torch and torch_dist can"
+        )
+    try:
+        backend = json.loads(marker.read_text())["sharded_backend"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConversionError(f"{marker}: names no sharded_backend: {error}") from error
+    if backend != "torch_dist":
+        raise ConversionError(f"{marker}: the layout is {backend!r}, which can not be read; torch_dist can")
+
+
+def _read_index(folder: Path) -> tuple[dict[str, _Stored], dict[str, _Place]]:
+    """The tensors and the objects of a checkpoint, by key."""
+    path = folder / _INDEX
+    index = read_pickle(path)
+    fields = index.fields if isinstance(index, StandIn) else {}
+    described, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
+    if not isinstance(described, dict) or not isinstance(stored, dict):
+        raise ConversionError(f"{path}: is no index of torch.distributed.checkpoint")
+    places: dict[tuple[str, tuple[int, ...]], _Place] = {}
+    for key, value in stored.items():
+        places[key.fields["fqn"], tuple(key.fields.get("offset") or ())] = _place(folder, value.fields)
+    tensors, objects = {}, {}
+    for key, entry in described.items():
+        if entry.name.endswith(".TensorStorageMetadata"):
+            tensors[key] = _stored(path, key, entry.fields, places)
+        elif (key, ()) in places:
+            objects[key] = places[key, ()]
+    return tensors, objects
+
+
+def _place(folder: Path, fields: Mapping[str, Any]) -> _Place:
+    name, start, length = fields["relative_path"], fields["offset"], fields["length"]
+    path = folder / _INDEX
+    if fields.get("transform_descriptors"):
+        raise ConversionError(f"{path}: {name} is compressed or otherwise transformed, which can not be undone")
+    if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+        raise ConversionError(f"{path}: names the file {name!r}, which is not the plain name of one in the folder")
+    if not (folder / name).is_file():
+        raise ConversionError(f"{folder / name} is missing, which {_INDEX} names")
+    if not all(type(value) is int and value >= 0 for value in (start, length)):
+        raise ConversionError(f"{path}: a place in {name} is no number of bytes")
+    return _Place(path=folder / name, start=start, length=length)
+
+
+def _stored(
+    path: Path, key: str, fields: Mapping[str, Any], places: Mapping[tuple[str, tuple[int, ...]], _Place]
+) -> _Stored:
+    shape, properties = tuple(fields["size"]), fields["properties"]
+    kept = properties.state if isinstance(properties.state, tuple) else tuple(properties.fields.values())
+    dtypes = [value for value in kept if isinstance(value, torch.dtype)]
+    if len(dtypes) != 1 or not all(type(size) is int and size >= 0 for size in shape):
+        raise ConversionError(f"{path}: {key} has no shape or type")
+    chunks = []
+    for chunk in fields["chunks"]:
+        box = Box(offset=tuple(chunk.fields["offsets"]), shape=tuple(chunk.fields["sizes"]))
+        place = places.get((key, box.offset))
+        if place is None:
+            raise ConversionError(f"{path}: says of the chunk {box} of {key} not where it is")
+        if box.volume * dtypes[0].itemsize > place.length:
+            raise ConversionError(
+                f"{path}: the chunk {box} of {key} should fit into {place.length} bytes, which it does not"
+            )
+        chunks.append((box, place))
+    fault = tiling_fault(shape, [box for box, _ in chunks])
+    if fault is not None:
+        raise ConversionError(f"{path}: {key}: {fault}")
+    return _Stored(key=key, shape=shape, dtype=dtypes[0], chunks=tuple(chunks))
+
+
+def _common_state(folder: Path, objects: Mapping[str, _Place]) -> Mapping[str, Any]:
+    """What is no tensor and all ranks have alike."""
+    path = folder / _COMMON
+    common = read_torch_file(path) if path.is_file() else _first_object(objects, "common_state/", folder)
+    if not isinstance(common, Mapping):
+        raise ConversionError(f"{folder}: what all ranks have alike (common_state) is no dictionary")
+    return common
+
+
+def _first_object(objects: Mapping[str, _Place], prefix: str, folder: Path) -> Any:
+    """What is under the key that begins so. It is kept as a list of what one rank had of it."""
+    keys = [key for key in objects if key.startswith(prefix)]
+    if not keys:
+        raise ConversionError(f"{folder}: has no {prefix.removesuffix('/')}")
+    value = objects[keys[0]].read()
+    return value[0] if isinstance(value, list) and value else value
+
+
+def _whole_tensors(
+    tensors: Mapping[str, _Stored], config: TransformerConfig, *, with_training: bool
+) -> Iterator[tuple[str, LazyTensor]]:
+    """Weights, and the states that are kept under the names of parameters, by kind and our name."""
+    for key, stored in tensors.items():
+        kind, name = "model.", key
+        if key.startswith("optimizer."):
+            prefix = next((prefix for prefix in _STATE_KINDS if key.startswith(prefix)), None)
+            if prefix is None or not with_training:
+                continue
+            kind, name = _STATE_KINDS[prefix], key.removeprefix(prefix)
+        for full, tensor in _layers(name, stored, config):
+            ours = native_name(full)
+            if ours is not None and not (ours == OUTPUT and config.tied_embeddings):
+                yield f"{kind}{ours}", tensor
+
+
+def _layers(name: str, stored: _Stored, config: TransformerConfig) -> Iterator[tuple[str, LazyTensor]]:
+    """The tensor by its name, or one of each layer where all are stacked in it."""
+    if not _STACKED.match(name):
+        yield name, stored.part(Box.whole(stored.shape), stored.shape)
+        return
+    if not stored.shape or stored.shape[0] != config.num_layers:
+        raise ConversionError(
+            f"{stored.key}: has the shape {list(stored.shape)}, and should hold {config.num_layers} layers"
+        )
+    inner = stored.shape[1:]
+    for layer in range(config.num_layers):
+        box = Box(offset=(layer, *(0,) * len(inner)), shape=(1, *inner))
+        yield _STACKED.sub(f"decoder.layers.{layer}.", name, count=1), stored.part(box, inner)
+
+
+def _from_buffers(
+    folder: Path,
+    buffers: Mapping[str, _Stored],
+    config: TransformerConfig,
+    arguments: Mapping[str, Any],
+    vocab_size: int,
+) -> dict[str, LazyTensor]:
+    """Moments and main weights from the flat buffers that each rank of the model had with its data-parallel peers."""
+    by_place: dict[tuple[int, int, int, str], _Stored] = {}
+    for key, stored in buffers.items():
+        match = _BUFFER.fullmatch(key)
+        if match is None:
+            raise ConversionError(f"{folder}: {key} belongs to a form of the optimizer that is not known; {ADVICE}")
+        by_place[int(match[1]), int(match[2]), int(match[3]), match[4]] = stored
+    tensor, pipeline = (int(arguments.get(f"{kind}_model_parallel_size") or 1) for kind in ("tensor", "pipeline"))
+    virtual = int(arguments.get("virtual_pipeline_model_parallel_size") or 1)
+    uneven = arguments.get("pipeline_model_parallel_layout") or config.num_layers % (pipeline * virtual)
+    if uneven or any(arguments.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")):
+        raise ConversionError(f"{folder}: its stages have different numbers of layers, and so its buffers; {ADVICE}")
+    shapes = global_shapes(config, vocab_size)
+    joined = arguments.get("transformer_impl") == "transformer_engine"
+    chunks: dict[tuple[int, int], list[ChunkTensors]] = {}
+    for number in range(virtual):
+        for stage in range(pipeline):
+            layers = config.num_layers // (pipeline * virtual)
+            first, last = (number, stage) == (0, 0), (number, stage) == (virtual - 1, pipeline - 1)
+            local = _local_shapes(shapes, config, layers, tensor, first=first, last=last, joined=joined)
+            buckets = flat_buckets(
+                local,
+                limit=bucket_limit(arguments, number),
+                shared_embedding=pipeline > 1 and config.tied_embeddings,
+            )
+            for rank in range(tensor):
+                states: dict[str, dict[str, LazyTensor]] = {}
+                for which, bucket in enumerate(buckets):
+                    for stored_kind, kind in KINDS.items():
+                        flat = by_place.get((stage * tensor + rank, number, which, stored_kind))
+                        if flat is None or flat.shape[0] < bucket.length:
+                            raise ConversionError(
+                                f"{folder}: bucket {which} of model chunk {number} on stage {stage} should hold "
+                                f"{bucket.length} elements of {stored_kind}, and does not; {ADVICE}"
+                            )
+                        for name, (start, shape) in bucket.places.items():
+                            box = Box(offset=(start,), shape=(_volume(shape),))
+                            states.setdefault(kind, {})[name] = flat.part(box, shape)
+                chunks.setdefault((number, stage), []).append(states)
+    return assembled(chunks, config)
+
+
+def _volume(shape: tuple[int, ...]) -> int:
+    return Box.whole(shape).volume
+
+
+def _local_shapes(
+    shapes: Mapping[str, tuple[int, ...]],
+    config: TransformerConfig,
+    layers: int,
+    tensor: int,
+    *,
+    first: bool,
+    last: bool,
+    joined: bool,
+) -> dict[str, tuple[int, ...]]:
+    """The parameters of a chunk on a rank, in the order of their registration, with layers counted from 0."""
+    names = set(shapes) if first else {name for name in shapes if not name.startswith("embedding.")}
+    if not last:
+        names = {name for name in names if not name.startswith(("decoder.final_layernorm.", "output_layer."))}
+    elif config.tied_embeddings and not first:
+        names.add(OUTPUT)
+    whole = {OUTPUT: shapes[EMBEDDING], **shapes}
+    return {name: cut_shape(name, whole[name], tensor) for name in registration_order(names, layers, joined=joined)}

@@ -1,0 +1,111 @@
+"""How Megatron-LM calls the tensors of GPT, from its oldest spelling to its newest, and in which order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+from megatron.conversion.portable import ConversionError
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+
+# Before Megatron core there was a language model in the model; its parts kept these names for years, with two words
+# for some. On the last stage the tied word embeddings lay beside it.
+_BEFORE_CORE = (
+    (r"^language_model\.", ""),
+    (r"^(encoder|transformer)\.", "decoder."),
+    (r"^word_embeddings_for_head\.", "output_layer."),
+    (r"\.attention\.", ".self_attention."),
+    (r"\.self_attention\.query_key_value\.", ".self_attention.linear_qkv."),
+    (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+    (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+    (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+    (r"\.input_norm\.", ".input_layernorm."),
+    (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
+    (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
+)
+# Transformer Engine joins a norm with the linear layer after it.
+_JOINED = (
+    (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
+    (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+)
+# State of an implementation, and tables that follow from the configuration.
+_NO_PARAMETER = re.compile(r"(\._extra_state(/.*)?|\.inv_freq)$")
+_OF_BERT = ("lm_head.", "binary_head.", "language_model.pooler.", "embedding.tokentype_embeddings.", "pooler.")
+
+# The parts of a layer in the order of their registration, which is that of the optimizer's states.
+_IN_LAYER = (
+    "input_layernorm",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "pre_mlp_layernorm",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+# The same with Transformer Engine: a norm is registered with the linear layer after it.
+_IN_JOINED_LAYER = (_IN_LAYER[1], _IN_LAYER[0], *_IN_LAYER[2:])
+
+
+def flat_names(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The entries of nested dictionaries, with names joined by dots, in their order."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", item) for inner, item in flat_names(value))
+        else:
+            yield str(name), value
+
+
+def native_name(name: str) -> str | None:
+    """Our name of a tensor that Megatron-LM calls so; None for what is no parameter.
+
+    Layers keep their number. A name that no spelling knows is returned as it is.
+
+    Raises:
+        ConversionError: it is a part of BERT.
+    """
+    if _NO_PARAMETER.search(name):
+        return None
+    if name.startswith(_OF_BERT) or name.startswith("language_model.embedding.tokentype"):
+        raise ConversionError(f"{name}: the model is BERT, which is not available in this version; GPT is")
+    if name.startswith(("language_model.", "word_embeddings_for_head.")):
+        for pattern, ours in _BEFORE_CORE:
+            name = re.sub(pattern, ours, name, count=1)
+    for pattern, ours in _JOINED:
+        name = re.sub(pattern, ours, name, count=1)
+    return name
+
+
+def joined_name(name: str) -> str:
+    """What Transformer Engine calls the tensor that we call so."""
+    name = re.sub(r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1", name)
+    return re.sub(r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1", name)
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer in a name, if there is one."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
+
+
+def with_layer(name: str, shift: int) -> str:
+    """The name with its layer counted from another one on."""
+    return _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + shift}.", name)
+
+
+def registration_order(names: Container[str], num_layers: int, *, joined: bool) -> list[str]:
+    """Those of `names` that a model of so many layers has, in the order in which Megatron core registers them.
+
+    Args:
+        joined: of a model of Transformer Engine.
+    """
+    modules = ["embedding.word_embeddings", "embedding.position_embeddings"]
+    for layer in range(num_layers):
+        modules += [f"decoder.layers.{layer}.{part}" for part in (_IN_JOINED_LAYER if joined else _IN_LAYER)]
+    modules += ["decoder.final_layernorm", "output_layer"]
+    every = (f"{module}.{kind}" for module in modules for kind in ("weight", "bias"))
+    return [name for name in every if name in names]

@@ -1,0 +1,171 @@
+"""What Megatron-LM's optimizer keeps, at the parameters that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.conversion.megatron_args import training_flags
+from megatron.conversion.megatron_buffers import KINDS, bucket_limit, flat_buckets
+from megatron.conversion.megatron_shards import ChunkTensors
+from megatron.conversion.pickles import StoredTensor
+from megatron.conversion.portable import ConversionError, LazyTensor, TrainingState
+
+# A state of torch's optimizers as we call it.
+STATES = {"exp_avg": "optimizer.exp_avg", "exp_avg_sq": "optimizer.exp_avg_sq", "momentum_buffer": "optimizer.momentum"}
+_RULES = {"adam": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum"]}
+# Old names of the schedule's state.
+_SCHEDULE = {"warmup_steps": "lr_warmup_steps", "decay_steps": "lr_decay_steps", "decay_style": "lr_decay_style"}
+ADVICE = "leave the optimizer out, which a conversion to another form than native does, or save with --no-save-optim"
+
+
+def groups_of(optimizer: Any, source: Path) -> list[Mapping[str, Any]]:
+    """The parameter groups of a saved optimizer.
+
+    Raises:
+        ConversionError: it is of a form that is not known here.
+    """
+    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, Mapping) else None
+    groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise ConversionError(f"{source}: the state of its optimizer has a form that is not known here; {ADVICE}")
+    return groups
+
+
+def states_by_parameter(
+    optimizer: Any, models: Sequence[Mapping[str, LazyTensor]], source: Path
+) -> list[dict[str, dict[str, LazyTensor]]]:
+    """Moments and main weights of a rank without the distributed optimizer, by kind and name, for each model chunk.
+
+    States are numbered over the groups, one with all matrices and one with all vectors, which have no weight decay;
+    within each in the order of registration, over the chunks.
+
+    Args:
+        models: the weights of each chunk, in that order.
+
+    Raises:
+        ConversionError: the states are not those of these weights.
+    """
+    groups = groups_of(optimizer, source)
+    state = optimizer.get("optimizer", optimizer).get("state", {})
+    main = optimizer.get("fp32_from_fp16_params", [])
+    parameters = [(chunk, name, tensor.shape) for chunk, model in enumerate(models) for name, tensor in model.items()]
+    chunks: list[dict[str, dict[str, LazyTensor]]] = [{} for _ in models]
+    for number, group in enumerate(groups):
+        entries = [dict(_kinds(state.get(index, {}))) for index in group.get("params", [])]
+        if number < len(main):
+            if len(main[number]) != len(entries):
+                raise ConversionError(f"{source}: group {number} of the optimizer has not a main weight for each state")
+            for entry, weight in zip(entries, main[number]):
+                entry["main"] = weight
+        shapes = [next((tensor.shape for tensor in entry.values()), None) for entry in entries]
+        if not any(entries):
+            continue
+        vectors = all(shape is not None and len(shape) == 1 for shape in shapes)
+        places = [place for place in parameters if (len(place[2]) == 1) == vectors]
+        if [place[2] for place in places] != shapes:
+            raise ConversionError(
+                f"{source}: group {number} of the optimizer holds {len(shapes)} {'vectors' if vectors else 'matrices'} "
+                f"that are not the {len(places)} of the model, in shape or in number; {ADVICE}"
+            )
+        for (chunk, name, _), entry in zip(places, entries):
+            for kind, tensor in entry.items():
+                chunks[chunk].setdefault(kind, {})[name] = tensor
+    return chunks
+
+
+def _kinds(state: Mapping[str, Any]) -> Iterator[tuple[str, LazyTensor]]:
+    return ((STATES[name], value) for name, value in state.items() if name in STATES and isinstance(value, LazyTensor))
+
+
+def states_in_buffers(
+    content: Any,
+    models: Sequence[Mapping[str, LazyTensor]],
+    arguments: Mapping[str, Any],
+    source: Path,
+) -> list[ChunkTensors]:
+    """The same of the distributed optimizer, from `distrib_optim.pt`, whose buffers hold all ranks' slices.
+
+    Raises:
+        ConversionError: the buffers are not those of these weights.
+    """
+    if not isinstance(content, Mapping) or not content.get("buckets_coalesced"):
+        raise ConversionError(f"{source}: holds buckets apart, as old versions of Megatron-LM did; {ADVICE}")
+    shared = int(arguments["pipeline_model_parallel_size"]) > 1 and not arguments.get(
+        "untie_embeddings_and_output_weights", False
+    )
+    chunks: list[ChunkTensors] = []
+    for number, model in enumerate(models):
+        buffers = list(content.get(number, {}).values())
+        if len(buffers) != 1:
+            raise ConversionError(
+                f"{source}: model chunk {number} has {len(buffers)} buffers, and one is known; {ADVICE}"
+            )
+        shapes = {name: tensor.shape for name, tensor in model.items()}
+        buckets = flat_buckets(shapes, limit=bucket_limit(arguments, number), shared_embedding=shared)
+        tensors: dict[str, dict[str, LazyTensor]] = {}
+        for stored, kind in KINDS.items():
+            flat = buffers[0].get(stored)
+            length = sum(bucket.length for bucket in buckets)
+            if not isinstance(flat, StoredTensor) or flat.shape != (length,):
+                found = list(flat.shape) if isinstance(flat, LazyTensor) else "nothing"
+                raise ConversionError(f"{source}: {stored} should be {length} elements long, and is {found}; {ADVICE}")
+            before = 0
+            for bucket in buckets:
+                for name, (first, shape) in bucket.places.items():
+                    tensors.setdefault(kind, {})[name] = flat.elements(before + first, shape)
+                before += bucket.length
+        chunks.append(tensors)
+    return chunks
+
+
+def training_state(
+    *,
+    arguments: Mapping[str, Any],
+    iteration: int,
+    optimizer: Any,
+    scheduler: Mapping[str, Any],
+    step: Any,
+    source: Path,
+) -> TrainingState:
+    """What else a training that goes on needs.
+
+    Args:
+        step: updates done, as the optimizer keeps them.
+    """
+    rule = arguments.get("optimizer", "adam")
+    if rule not in _RULES:
+        raise ConversionError(f"{source}: --optimizer {rule}: its state is not known here; {ADVICE}")
+    names = _RULES[rule] if rule != "sgd" or arguments.get("sgd_momentum", 0.9) else []
+    scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
+    return TrainingState(
+        iteration=iteration,
+        consumed_samples=int(arguments.get("consumed_train_samples") or 0),
+        scheduler={_SCHEDULE.get(name, name): value for name, value in scheduler.items()},
+        optimizer={
+            "rule": rule,
+            "state_names": names,
+            "num_updates": int(number(step)),
+            "grad_scaler": {
+                "scale": number(scaler["scale"]),
+                "growth_tracker": int(number(scaler["growth_tracker"])),
+                "hysteresis_tracker": int(number(scaler["hysteresis_tracker"])),
+            }
+            if scaler
+            else {},
+        },
+        flags=training_flags(arguments),
+    )
+
+
+def number(value: Any) -> float:
+    """A number that may be kept as a tensor of one element."""
+    return float(value.read().reshape(()).item()) if isinstance(value, LazyTensor) else float(value)
+
+
+def common_step(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) -> Any:
+    """Updates done: one number for a group, or one for each parameter, which are all the same; 0 where none is."""
+    kept = [group["step"] for group in groups if "step" in group]
+    kept += [state["step"] for state in states.values() if isinstance(state, Mapping) and "step" in state]
+    return kept[0] if kept else states.get("common_step", 0)

@@ -1,0 +1,116 @@
+"""Checkpoints of Megatron-LM, in any of its layouts, as models that can be written in another form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron.conversion.megatron_contents import RELEASE, TRACKER, MegatronContents
+from megatron.conversion.megatron_dist import has_torch_dist_layout, read_torch_dist_layout
+from megatron.conversion.megatron_names import EMBEDDING, OUTPUT
+from megatron.conversion.megatron_shards import check_tensors
+from megatron.conversion.megatron_torch import has_torch_layout, read_torch_layout
+from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel
+
+
+def read_megatron(
+    folder: Path, step: int | None = None, *, true_vocab_size: int | None = None, weights_only: bool = False
+) -> PortableModel:
+    """The model in a folder that Megatron-LM saved into, in its `torch` or `torch_dist` layout.
+
+    Args:
+        folder: what `--save` named, or one checkpoint in it.
+        step: the iteration; that of the tracker file when not given.
+        true_vocab_size: rows of the vocabulary to keep. When not given, all rows are the model's own, those that
+            Megatron-LM added for divisibility too: they took part in its loss.
+        weights_only: leave out the optimizer, and with it the training.
+
+    Raises:
+        ConversionError: there is no checkpoint, it is damaged or incomplete, or its model is none that this version
+            has.
+    """
+    checkpoint = _find(folder, step)
+    try:
+        return _portable(_read(checkpoint, weights_only=weights_only), checkpoint, true_vocab_size)
+    except ConversionError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ConversionError(
+            f"{checkpoint}: what is in it has not the form that Megatron-LM gives it: {type(error).__name__} {error}"
+        ) from error
+
+
+def _read(checkpoint: Path, *, weights_only: bool) -> MegatronContents:
+    if has_torch_dist_layout(checkpoint):
+        return read_torch_dist_layout(checkpoint, weights_only=weights_only)
+    if has_torch_layout(checkpoint):
+        return read_torch_layout(checkpoint, weights_only=weights_only)
+    raise ConversionError(
+        f"{checkpoint}: has neither metadata.json (--ckpt-format torch_dist) nor folders mp_rank_00… "
+        f"(--ckpt-format torch) of Megatron-LM"
+    )
+
+
+def _find(folder: Path, step: int | None) -> Path:
+    """The folder of one checkpoint."""
+    if not folder.is_dir():
+        raise ConversionError(f"{folder}: no such folder")
+    if step is None and (has_torch_dist_layout(folder) or has_torch_layout(folder)):
+        return folder
+    if step is None:
+        tracker = folder / TRACKER
+        if not tracker.is_file():
+            raise ConversionError(
+                f"{folder}: has no {TRACKER}, which names the newest checkpoint; name one by its iteration"
+            )
+        text = tracker.read_text(errors="replace").strip()[:20]
+        if text == RELEASE:
+            name = RELEASE
+        elif text.isascii() and text.isdigit():
+            name = f"iter_{int(text):07d}"
+        else:
+            raise ConversionError(f"{tracker}: names {text!r}, which is neither an iteration nor {RELEASE!r}")
+    else:
+        name = f"iter_{step:07d}"
+    if not (folder / name).is_dir():
+        there = ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir())[-5:])
+        raise ConversionError(f"{folder}: has no checkpoint {name}; there are {there or 'none'}")
+    return folder / name
+
+
+def _portable(contents: MegatronContents, checkpoint: Path, true_vocab_size: int | None) -> PortableModel:
+    tensors = dict(contents.tensors)
+    for key in [key for key in tensors if key.startswith("main.")]:
+        tensors[f"model.{key.removeprefix('main.')}"] = tensors.pop(key)
+    embedding = tensors.get(f"model.{EMBEDDING}")
+    if embedding is None:
+        raise ConversionError(f"{checkpoint}: has no {EMBEDDING}; the model is none of GPT, or incomplete")
+    rows = embedding.shape[0]
+    check_tensors(tensors, contents.config, rows, str(checkpoint))
+    if true_vocab_size is not None:
+        if not 1 <= true_vocab_size <= rows:
+            raise ConversionError(
+                f"--true-vocab-size {true_vocab_size}: must be from 1 to {rows}, the rows of the vocabulary"
+            )
+        tensors = dict(_trimmed(tensors, true_vocab_size))
+    return PortableModel(
+        config=contents.config,
+        vocab_size=rows if true_vocab_size is None else true_vocab_size,
+        seq_length=int(contents.arguments.get("seq_length") or contents.arguments["max_position_embeddings"]),
+        tensors=tensors,
+        training=contents.training,
+    )
+
+
+def _trimmed(tensors: Mapping[str, LazyTensor], rows: int) -> Iterator[tuple[str, LazyTensor]]:
+    for key, tensor in tensors.items():
+        if key.endswith((EMBEDDING, OUTPUT)):
+            yield key, _first_rows(tensor, rows)
+        else:
+            yield key, tensor
+
+
+def _first_rows(tensor: LazyTensor, rows: int) -> LazyTensor:
+    return LazyTensor(
+        shape=(rows, *tensor.shape[1:]), dtype=tensor.dtype, read=lambda: tensor.read()[:rows].contiguous()
+    )

@@ -1,0 +1,113 @@
+"""Tensors that Megatron-LM has cut, over tensor-parallel ranks, stages and model chunks, as whole ones; and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.config.transformer import TransformerConfig
+from megatron.conversion.megatron_names import EMBEDDING, OUTPUT, layer_of, with_layer
+from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes, refuse_differences
+
+# A model chunk of one rank: by kind ("model", "optimizer.exp_avg", …) and then by name, with layers counted from 0.
+ChunkTensors = Mapping[str, Mapping[str, LazyTensor]]
+
+_ROWS = (EMBEDDING, OUTPUT, "self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
+_GATED_ROWS = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
+_COLUMNS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+
+
+def split_dimension(name: str) -> int | None:
+    """Along which dimension Megatron-LM splits a tensor over tensor-parallel ranks; None: each has it whole."""
+    if name.endswith((*_ROWS, *_GATED_ROWS)):
+        return 0
+    return 1 if name.endswith(_COLUMNS) else None
+
+
+def merged(name: str, parts: Sequence[LazyTensor], *, gated: bool) -> LazyTensor:
+    """The whole of a tensor from its parts on the tensor-parallel ranks, in their order.
+
+    Args:
+        gated: the first projection of the MLP is [gate; up], on each rank of its own.
+
+    Raises:
+        ConversionError: the parts do not fit each other.
+    """
+    first, dim = parts[0], split_dimension(name)
+    if dim is None or len(parts) == 1:
+        return first
+    rest = [(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts]
+    if len(first.shape) <= dim or any(other != rest[0] for other in rest) or any(p.dtype != first.dtype for p in parts):
+        shapes = ", ".join(f"{list(part.shape)} {part.dtype}" for part in parts)
+        raise ConversionError(f"{name}: its parts on the tensor-parallel ranks do not fit each other: {shapes}")
+    blocks = 2 if gated and name.endswith(_GATED_ROWS) else 1
+
+    def read() -> Tensor:
+        rows = [part.read().chunk(blocks, dim) for part in parts]
+        return torch.cat([row[block] for block in range(blocks) for row in rows], dim)
+
+    length = sum(part.shape[dim] for part in parts)
+    return LazyTensor(shape=(*first.shape[:dim], length, *first.shape[dim + 1 :]), dtype=first.dtype, read=read)
+
+
+def cut(name: str, whole: Tensor, rank: int, size: int, *, gated: bool) -> Tensor:
+    """A tensor-parallel rank's part of a tensor; the other way round."""
+    dim = split_dimension(name)
+    if dim is None:
+        return whole
+    blocks = whole.chunk(2 if gated and name.endswith(_GATED_ROWS) else 1, dim)
+    return torch.cat([block.chunk(size, dim)[rank] for block in blocks], dim)
+
+
+def cut_shape(name: str, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The shape of such a part."""
+    dim = split_dimension(name)
+    return shape if dim is None else (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+
+
+def assembled(
+    chunks: Mapping[tuple[int, int], Sequence[ChunkTensors]], config: TransformerConfig
+) -> dict[str, LazyTensor]:
+    """Whole tensors, by kind and our name, from what all ranks hold.
+
+    A model that is cut into chunks goes over the stages first and over the chunks of each second, so this order of the
+    places counts the layers, however many each has.
+
+    Args:
+        chunks: by (chunk, stage), of each tensor-parallel rank.
+
+    Raises:
+        ConversionError: a rank lacks what its neighbour has.
+    """
+    whole: dict[str, LazyTensor] = {}
+    before = 0
+    for place in sorted(chunks):
+        ranks = chunks[place]
+        for kind, tensors in ranks[0].items():
+            for name in tensors:
+                if name == OUTPUT and config.tied_embeddings:
+                    continue  # the copy of the last stage
+                parts = [rank[kind][name] for rank in ranks if name in rank.get(kind, {})]
+                if len(parts) != len(ranks):
+                    raise ConversionError(
+                        f"{kind}.{name} of pipeline stage {place[1]}: {len(parts)} of {len(ranks)} tensor-parallel "
+                        f"ranks have it"
+                    )
+                whole[f"{kind}.{with_layer(name, before)}"] = merged(name, parts, gated=config.gated)
+        layers = [layer_of(name) for tensors in ranks[0].values() for name in tensors]
+        before += max((layer + 1 for layer in layers if layer is not None), default=0)
+    return whole
+
+
+def check_tensors(tensors: Mapping[str, LazyTensor], config: TransformerConfig, vocab_size: int, source: str) -> None:
+    """Refuse tensors that are not those of the model, each kind for itself.
+
+    Raises:
+        ConversionError: lists what is missing, what there is besides, and what has another shape.
+    """
+    kinds = {".".join(key.split(".")[: 2 if key.startswith("optimizer.") else 1]) for key in tensors}
+    shapes = global_shapes(config, vocab_size)
+    wanted = {f"{kind}.{name}": shape for kind in sorted(kinds | {"model"}) for name, shape in shapes.items()}
+    refuse_differences(source, wanted, tensors)

@@ -1,0 +1,183 @@
+"""Megatron-LM's `torch` layout: one folder a rank of the model, with a file for all that it holds.
+
+iter_0000100/mp_rank_TT/          tensor-parallel rank TT, or mp_rank_TT_PPP with pipeline stage PPP
+    model_optim_rng.pt            arguments, weights, optimizer, schedule
+    distrib_optim.pt              moments and main weights of the distributed optimizer
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.config.transformer import TransformerConfig
+from megatron.conversion.megatron_args import read_config
+from megatron.conversion.megatron_contents import MegatronContents
+from megatron.conversion.megatron_names import flat_names, native_name
+from megatron.conversion.megatron_optimizer import (
+    common_step,
+    groups_of,
+    states_by_parameter,
+    states_in_buffers,
+    training_state,
+)
+from megatron.conversion.megatron_shards import ChunkTensors, assembled
+from megatron.conversion.pickles import StandIn, read_torch_file
+from megatron.conversion.portable import ConversionError, LazyTensor
+
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_FILE = "model_optim_rng.pt"
+_BUFFERS = "distrib_optim.pt"
+
+
+def has_torch_layout(folder: Path) -> bool:
+    return any(_FOLDER.fullmatch(entry.name) for entry in folder.iterdir())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RankFile:
+    """What one rank of the model has saved."""
+
+    path: Path
+    content: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+
+    def size(self, name: str) -> int:
+        return int(self.arguments.get(name) or 1)
+
+
+def read_torch_layout(folder: Path, *, weights_only: bool) -> MegatronContents:
+    """The model, and unless told otherwise its training, in a folder of the layout.
+
+    Raises:
+        ConversionError: a rank's folder is missing or does not belong here; a file can not be read, or holds no model
+            that this version has.
+    """
+    grid = _read_ranks(folder)
+    first = grid[0][0]
+    config = read_config(first.arguments, str(first.path))
+    with_training = "optimizer" in first.content and not weights_only
+    chunks: dict[tuple[int, int], list[ChunkTensors]] = {}
+    for stage, ranks in enumerate(grid):
+        for rank in ranks:
+            models = _models(rank, config)
+            states: list[ChunkTensors] = [{}] * len(models)
+            if with_training:
+                states = _states(rank, models)
+            for number, (model, state) in enumerate(zip(models, states)):
+                chunks.setdefault((number, stage), []).append({"model": model, **state})
+    iteration = int(first.content.get("iteration", first.content.get("total_iters", 0)))
+    training = None
+    if with_training:
+        optimizer = first.content["optimizer"]
+        training = training_state(
+            arguments=first.arguments,
+            iteration=iteration,
+            optimizer=optimizer,
+            scheduler=first.content.get("opt_param_scheduler", first.content.get("lr_scheduler", {})),
+            step=common_step(groups_of(optimizer, first.path), optimizer.get("optimizer", optimizer).get("state", {})),
+            source=first.path,
+        )
+    return MegatronContents(
+        config=config, arguments=first.arguments, tensors=assembled(chunks, config), training=training
+    )
+
+
+def _read_ranks(folder: Path) -> list[list[_RankFile]]:
+    """The files of all ranks, by stage and tensor-parallel rank."""
+    found: dict[tuple[int, int], Path] = {}
+    for entry in sorted(folder.iterdir()):
+        match = _FOLDER.fullmatch(entry.name)
+        if match:
+            found[int(match[2] or 0), int(match[1])] = entry / _FILE
+    start = min(found)
+    first = _read_rank(found[start])
+    tensor, pipeline = first.size("tensor_model_parallel_size"), first.size("pipeline_model_parallel_size")
+    wanted = {(stage, rank) for stage in range(pipeline) for rank in range(tensor)}
+    for word, places in (("is missing", wanted - set(found)), ("is one too many", set(found) - wanted)):
+        if places:
+            stage, rank = min(places)
+            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "")
+            raise ConversionError(
+                f"{folder}: {name} {word}; the model was saved at tensor-parallel size {tensor} and pipeline-parallel "
+                f"size {pipeline}, as {first.path} says"
+            )
+    files = {place: first if place == start else _read_rank(found[place]) for place in sorted(found)}
+    for file in files.values():
+        for name in ("iteration", "checkpoint_version"):
+            if file.content.get(name) != first.content.get(name):
+                raise ConversionError(f"{file.path}: its {name} is another than that of {first.path}")
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"):
+            if file.arguments.get(name) != first.arguments.get(name):
+                raise ConversionError(f"{file.path}: its argument {name} is another than that of {first.path}")
+    return [[files[stage, rank] for rank in range(tensor)] for stage in range(pipeline)]
+
+
+def _read_rank(path: Path) -> _RankFile:
+    if not path.is_file():
+        raise ConversionError(f"{path} is missing, which a folder of a rank holds")
+    content = read_torch_file(path)
+    arguments = content.get("args") if isinstance(content, Mapping) else None
+    if not isinstance(arguments, StandIn) or not arguments.fields:
+        raise ConversionError(f"{path}: holds no arguments (args), which say what the model is")
+    fields = dict(arguments.fields)
+    fields.setdefault("tensor_model_parallel_size", fields.get("model_parallel_size", 1))
+    return _RankFile(path=path, content=content, arguments=fields)
+
+
+def _models(rank: _RankFile, config: TransformerConfig) -> list[dict[str, LazyTensor]]:
+    """The weights of a rank's model chunks by our names, in the order of their registration."""
+    content = rank.content
+    names = ["model"] if "model" in content else [f"model{number}" for number in range(len(content))]
+    states = [content[name] for name in names if name in content]
+    if not states or not all(isinstance(state, Mapping) for state in states):
+        raise ConversionError(f"{rank.path}: holds no model")
+    version = float(content.get("checkpoint_version", 0))
+    models = []
+    for state in states:
+        model = {}
+        for name, value in flat_names(state):
+            ours = native_name(name)
+            if ours is not None and isinstance(value, LazyTensor):
+                if ".self_attention.linear_qkv." in ours and version < 2:
+                    value = _by_heads(value, config, version, rank.size("tensor_model_parallel_size"))
+                model[ours] = value
+        models.append(model)
+    return models
+
+
+def _by_heads(tensor: LazyTensor, config: TransformerConfig, version: float, tensor_size: int) -> LazyTensor:
+    """Rows of queries, keys and values by heads, each [q, k, v], as checkpoints have them from version 2 on.
+
+    Before, they were ordered [q, k, v] of all heads of the rank; in version 1 heads came first and q, k, v last.
+    """
+    heads, width = config.num_attention_heads // tensor_size, config.head_dim
+    if tensor.shape[0] != 3 * heads * width:
+        raise ConversionError(f"{tensor.shape[0]} rows of queries, keys and values, and {heads} heads of {width} each")
+
+    def read() -> Tensor:
+        rows = tensor.read()
+        if version == 0:
+            rows = rows.view(3, heads, width, -1).transpose(0, 1)
+        else:
+            rows = rows.view(heads, width, 3, -1).transpose(1, 2)
+        return rows.reshape(tensor.shape)
+
+    return LazyTensor(shape=tensor.shape, dtype=tensor.dtype, read=read)
+
+
+def _states(rank: _RankFile, models: list[dict[str, LazyTensor]]) -> list[ChunkTensors]:
+    """Moments and main weights of a rank's model chunks."""
+    if "optimizer" not in rank.content:
+        raise ConversionError(f"{rank.path}: has no state of the optimizer, which other ranks have")
+    if not rank.arguments.get("use_distributed_optimizer"):
+        return list(states_by_parameter(rank.content["optimizer"], models, rank.path))
+    path = rank.path.with_name(_BUFFERS)
+    if not path.is_file():
+        raise ConversionError(f"{path} is missing, which holds the state of the distributed optimizer")
+    return states_in_buffers(read_torch_file(path), models, rank.arguments, path)

@@ -1,0 +1,174 @@
+"""Models as Megatron-LM core loads them: its `torch` layout for any size, a stage's files at a time.
+
+They are a release: weights without a training, as for `--load FOLDER --ckpt-format torch --no-load-optim --finetune`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.config.tokenizer import padded_vocab_size
+from megatron.config.transformer import TransformerConfig
+from megatron.conversion.megatron_args import write_arguments
+from megatron.conversion.megatron_contents import RELEASE, TRACKER
+from megatron.conversion.megatron_names import EMBEDDING, OUTPUT, joined_name, registration_order, with_layer
+from megatron.conversion.megatron_shards import cut, cut_shape
+from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel, global_shapes
+from megatron.conversion.torch_writer import TensorToCome, TorchWriter
+from megatron.conversion.whole_folder import whole_folder
+
+# Linear layers of core keep a state of their implementation, which is nothing here but is looked for.
+_LINEAR = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+
+Implementation = Literal["local", "transformer_engine"]
+
+
+def write_megatron(
+    model: PortableModel,
+    folder: Path,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual: int = 1,
+    make_vocab_size_divisible_by: int = 128,
+    transformer_impl: Implementation = "local",
+) -> None:
+    """Write a model into a folder that does not exist, or is empty.
+
+    Args:
+        tensor, pipeline, virtual: tensor-parallel ranks, pipeline stages, model chunks of each stage.
+        make_vocab_size_divisible_by: with the tensor-parallel size, of what the rows of the vocabulary become a
+            multiple, by rows of zeros.
+        transformer_impl: whose names the norms get, as the flag of Megatron-LM says.
+
+    Raises:
+        ConversionError: Megatron-LM can not hold the model, or not in these sizes; or the folder is not empty.
+    """
+    config = model.config
+    _check_sizes(config, tensor=tensor, pipeline=pipeline, virtual=virtual)
+    padded = padded_vocab_size(model.vocab_size, make_vocab_size_divisible_by, tensor)
+    joined = transformer_impl == "transformer_engine"
+    arguments = write_arguments(
+        model,
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual=virtual,
+        padded_vocab_size=padded,
+        divisible_by=make_vocab_size_divisible_by,
+        joined=joined,
+    )
+    with whole_folder(folder) as unfinished:
+        for stage in range(pipeline):
+            names = _stage_names(config, stage, pipeline=pipeline, virtual=virtual, joined=joined)
+            tensors = [
+                {name: _padded(name, model.tensors[key], padded) for name, key in chunk.items()} for chunk in names
+            ]
+            states = [
+                {
+                    "args": arguments,
+                    "checkpoint_version": 3.0,
+                    "iteration": 0,
+                    **_described(tensors, tensor, joined=joined),
+                }
+                for _ in range(tensor)
+            ]
+            with ExitStack() as files:
+                writers = []
+                for rank, state in enumerate(states):
+                    name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "")
+                    path = unfinished / RELEASE / name / "model_optim_rng.pt"
+                    path.parent.mkdir(parents=True)
+                    writers.append(files.enter_context(TorchWriter(path, state)))
+                for chunk in tensors:
+                    for name, lazy in chunk.items():
+                        whole = lazy.read()
+                        for rank, writer in enumerate(writers):
+                            writer.write(cut(name, whole, rank, tensor, gated=config.gated))
+        (unfinished / TRACKER).write_text(RELEASE)
+
+
+def _check_sizes(config: TransformerConfig, *, tensor: int, pipeline: int, virtual: int) -> None:
+    """Refuse sizes that do not divide the model, and chunks without stages to go round."""
+    groups = config.query_groups
+    divided = (
+        (f"--tensor-model-parallel-size {tensor}", tensor, config.num_attention_heads, "query heads"),
+        (
+            f"--tensor-model-parallel-size {tensor}",
+            min(tensor, groups),
+            max(tensor, groups),
+            "query groups, or they it",
+        ),
+        (f"--tensor-model-parallel-size {tensor}", tensor, config.ffn_size, "columns of the MLP"),
+        (
+            f"--pipeline-model-parallel-size {pipeline} x {virtual} chunks",
+            pipeline * virtual,
+            config.num_layers,
+            "layers",
+        ),
+    )
+    for flag, size, number, what in divided:
+        if number % size:
+            raise ConversionError(f"{flag}: must divide the {number} {what}")
+    if virtual > 1 and pipeline == 1:
+        raise ConversionError(
+            f"{virtual} chunks a stage: Megatron-LM has them from --pipeline-model-parallel-size 2 on"
+        )
+
+
+def _stage_names(
+    config: TransformerConfig, stage: int, *, pipeline: int, virtual: int, joined: bool
+) -> list[dict[str, str]]:
+    """Of each chunk of a stage the tensors: by the name with layers counted from 0, the key in the model."""
+    every = set(global_shapes(config, 1))
+    layers = config.num_layers // (pipeline * virtual)
+    chunks = []
+    for number in range(virtual):
+        has_embedding = (number, stage) == (0, 0)
+        has_output = (number, stage) == (virtual - 1, pipeline - 1)
+        names = {name for name in every if has_embedding or not name.startswith("embedding.")}
+        if not has_output:
+            names = {name for name in names if not name.startswith(("decoder.final_layernorm.", "output_layer."))}
+        elif config.tied_embeddings and not has_embedding:
+            names.add(OUTPUT)
+        before = (number * pipeline + stage) * layers
+        chunk = {}
+        for name in registration_order(names, layers, joined=joined):
+            ours = EMBEDDING if name == OUTPUT and config.tied_embeddings else with_layer(name, before)
+            chunk[name] = f"model.{ours}"
+        chunks.append(chunk)
+    return chunks
+
+
+def _padded(name: str, lazy: LazyTensor, rows: int) -> LazyTensor:
+    """The tensor, of a vocabulary with rows of zeros after its own."""
+    if name not in (EMBEDDING, OUTPUT) or lazy.shape[0] == rows:
+        return lazy
+
+    def read() -> Tensor:
+        return F.pad(lazy.read(), (0, 0, 0, rows - lazy.shape[0]))
+
+    return LazyTensor(shape=(rows, *lazy.shape[1:]), dtype=lazy.dtype, read=read)
+
+
+def _described(chunks: list[dict[str, LazyTensor]], size: int, *, joined: bool) -> dict[str, dict[str, Any]]:
+    """The states of a rank's chunks before their tensors are written."""
+    states = []
+    for chunk in chunks:
+        state: dict[str, Any] = {}
+        for name, lazy in chunk.items():
+            theirs = joined_name(name) if joined else name
+            state[theirs] = TensorToCome(shape=cut_shape(name, lazy.shape, size), dtype=lazy.dtype)
+            module, _, kind = name.rpartition(".")
+            if module.endswith(_LINEAR) and (kind == "bias" or f"{module}.bias" not in chunk):
+                state[f"{module}._extra_state"] = None
+        if any(name.startswith("decoder.final_layernorm.") for name in chunk):
+            state["output_layer._extra_state"] = None  # the layer is there, also where its weight is the embedding's
+        states.append(state)
+    return (
+        {"model": states[0]} if len(states) == 1 else {f"model{number}": state for number, state in enumerate(states)}
+    )

@@ -1,0 +1,498 @@
+"""Checkpoints of Megatron-LM, read without it: each layout, each spelling, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.conversion.megatron_buffers import bucket_limit, flat_buckets
+from megatron.conversion.megatron_reader import read_megatron
+from megatron.conversion.portable import ConversionError, PortableModel
+from tests.conversion.megatron_files import (
+    CHECKPOINTS,
+    OUTPUTS,
+    arrays,
+    changed,
+    contents,
+    rank_file,
+    read_all,
+    weights,
+)
+from tests.helpers.numerics import PARITY_FP64, assert_bitwise
+from tests.model.tiny import build
+
+# Megatron-LM's tanh GELU has the constant 0.79788456, 1e-9 from torch's sqrt(2/pi); layers add it up.
+TANH_GELU = 5e-9
+FP32 = 1e-5
+
+
+def assert_same_tensors(one: PortableModel, other: PortableModel) -> None:
+    mine, theirs = read_all(one), read_all(other)
+    assert list(mine) == list(theirs) or sorted(mine) == sorted(theirs)
+    for key, tensor in theirs.items():
+        assert_bitwise(mine[key], tensor, key)
+
+
+def logits_of(model: PortableModel, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    chunk = build(model.config, vocab_size=model.vocab_size, padded_vocab_size=model.vocab_size, dtype=dtype)
+    chunk.load_state_dict(weights(model))
+    with torch.no_grad():
+        logits = chunk(tokens.long(), torch.arange(tokens.shape[1]).expand_as(tokens))
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+EXACT = {
+    "gpt2_learned/tp1pp1": TANH_GELU,
+    "gpt2_learned/tp2pp2": TANH_GELU,
+    "llama_gqa/tp1pp1": PARITY_FP64,
+    "llama_gqa/tp2pp1": PARITY_FP64,
+    "llama_gqa/tp2pp2": PARITY_FP64,
+    "llama_gqa/tp1pp2vpp2": PARITY_FP64,
+    "llama_gqa/torch_dist": PARITY_FP64,
+    "qk_layernorm/tp2pp1": PARITY_FP64,
+    "rope_interleaved_half/tp2pp1": PARITY_FP64,
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_logits_in_float64_are_those_that_megatron_computed(name: str) -> None:
+    expected = arrays(OUTPUTS / name.partition("/")[0] / "outputs_fp64.npz")
+    logits = logits_of(read_megatron(CHECKPOINTS / name), expected["tokens"], torch.float64)
+    difference = float((logits - expected["logits"]).abs().max())
+    assert difference <= EXACT[name] * float(expected["logits"].abs().max()), difference
+
+
+@pytest.mark.parametrize("name", ["gpt2_learned/tp1pp1", "llama_gqa/tp1pp1", "before_core_gpt/tp1pp1"])
+def test_logits_in_float32_are_those_that_megatron_computed(name: str) -> None:
+    expected = arrays(CHECKPOINTS / name.partition("/")[0] / "outputs_tp1pp1.npz")
+    logits = logits_of(read_megatron(CHECKPOINTS / name), expected["tokens"], torch.float32)
+    difference = float((logits - expected["logits"]).abs().max())
+    assert difference <= FP32 * float(expected["logits"].abs().max()), difference
+
+
+def test_losses_before_core_over_a_vocabulary_with_more_padding_are_those_that_megatron_computed() -> None:
+    """Its padding took part in the softmax, so its rows are kept: 264 at tensor-parallel size 2."""
+    tokens = arrays(CHECKPOINTS / "before_core_gpt/outputs_tp1pp1.npz")
+    expected = arrays(CHECKPOINTS / "before_core_gpt/outputs_tp2pp1.npz")["per_token_loss"]
+    model = read_megatron(CHECKPOINTS / "before_core_gpt/tp2pp1")
+    assert model.vocab_size == 264
+    logits = logits_of(model, tokens["tokens"], torch.float32)
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), tokens["labels"].long().flatten(), reduction="none"
+    )
+    assert float((losses.view_as(expected) - expected).abs().max()) <= FP32 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    "name, others",
+    [
+        ("gpt2_learned/tp1pp1", ["gpt2_learned/tp2pp2"]),
+        ("llama_gqa/tp1pp1", ["llama_gqa/tp2pp2", "llama_gqa/tp1pp2vpp2"]),
+        ("before_core_gpt/tp1pp1", ["before_core_gpt/tp1pp2"]),
+    ],
+)
+def test_every_layout_of_a_model_has_the_same_weights(name: str, others: list[str]) -> None:
+    one = read_megatron(CHECKPOINTS / name, weights_only=True)
+    for other in others:
+        found = read_megatron(CHECKPOINTS / other)
+        assert found.config == one.config and found.vocab_size == one.vocab_size
+        assert_same_tensors(found, one)
+
+
+NUMBERED = "distributed_optimizer_dp2/torch_plain"
+BY_PLACE = (
+    "distributed_optimizer_dp2/torch_distributed_optimizer",
+    "distributed_optimizer_dp2/torch_dist_distributed_optimizer",
+)
+
+
+@pytest.mark.parametrize(
+    "name, other",
+    [
+        ("llama_gqa/tp1pp1", "llama_gqa/tp2pp1"),
+        ("llama_gqa/tp1pp1", "llama_gqa/torch_dist"),  # one has numbers for its states, the other names
+        BY_PLACE,
+    ],
+)
+def test_every_layout_of_a_training_has_the_same_moments_at_the_same_parameters(name: str, other: str) -> None:
+    one, found = read_megatron(CHECKPOINTS / name), read_megatron(CHECKPOINTS / other)
+    kinds = {key.removesuffix(".embedding.word_embeddings.weight") for key in one.tensors if "word_embeddings" in key}
+    assert kinds == {"model", "optimizer.exp_avg", "optimizer.exp_avg_sq"}
+    assert_same_tensors(found, one)
+    assert one.training is not None and found.training is not None
+    for field in ("iteration", "consumed_samples", "scheduler", "optimizer"):
+        assert getattr(found.training, field) == getattr(one.training, field), field
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_flat_buffers_have_the_moments_of_the_same_training_that_numbered_them(name: str) -> None:
+    """That training added its gradients in another order, so they are equal but for the rounding of float32."""
+    numbered, by_place = read_all(read_megatron(CHECKPOINTS / NUMBERED)), read_all(read_megatron(CHECKPOINTS / name))
+    assert sorted(numbered) == sorted(by_place)
+    for key in (key for key in numbered if key.startswith("optimizer.")):
+        difference = float((numbered[key] - by_place[key]).abs().max())
+        assert 0 < difference <= 1e-6 * float(numbered[key].abs().max()), key
+
+
+def test_the_main_weights_in_a_flat_buffer_are_those_of_the_model() -> None:
+    found = weights(read_megatron(CHECKPOINTS / BY_PLACE[0]))
+    for name, tensor in contents(rank_file(BY_PLACE[0]))["model"].items():
+        if tensor is not None:
+            assert_bitwise(found[name], tensor, name)
+
+
+def test_main_weights_of_a_bf16_training_take_the_place_of_those_that_it_computed_with() -> None:
+    model = read_megatron(CHECKPOINTS / "bf16_dp1/torch_bf16")
+    found = weights(model)
+    rounded = contents(rank_file("bf16_dp1/torch_bf16"))["model"]
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    for name, tensor in found.items():
+        assert rounded[name].dtype == torch.bfloat16
+        assert_bitwise(tensor.bfloat16(), rounded[name], name)
+    assert any(not torch.equal(tensor, rounded[name].float()) for name, tensor in found.items())
+
+
+def test_weights_alone_are_those_that_the_model_computed_with() -> None:
+    model = read_megatron(CHECKPOINTS / "bf16_dp1/torch_bf16", weights_only=True)
+    assert model.training is None
+    assert {key.partition(".")[0] for key in model.tensors} == {"model"}
+    assert {lazy.dtype for lazy in model.tensors.values()} == {torch.bfloat16}
+
+
+def test_a_training_comes_with_its_position_and_its_schedule() -> None:
+    training = read_megatron(CHECKPOINTS / "bf16_dp1/torch_bf16").training
+    assert training is not None
+    assert (training.iteration, training.consumed_samples) == (5, 40)
+    assert training.optimizer == {
+        "rule": "adam",
+        "state_names": ["exp_avg", "exp_avg_sq"],
+        "num_updates": 5,
+        "grad_scaler": {},
+    }
+    assert training.scheduler["num_steps"] == 40 and training.scheduler["max_lr"] == 4e-3
+    expected = {"precision": "bf16", "lr": 4e-3, "seed": 44, "global_batch_size": 8, "seq_length": 16}
+    assert training.flags.items() >= expected.items()
+
+
+def test_a_model_without_an_optimizer_has_no_training() -> None:
+    assert read_megatron(CHECKPOINTS / "gpt2_learned/tp1pp1").training is None
+
+
+def test_the_state_of_a_loss_scale_is_numbers(tmp_path: Path) -> None:
+    def change(_: str, state: Any) -> None:
+        state["optimizer"]["grad_scaler"] = {
+            "scale": torch.tensor([2.0**16]),
+            "growth_tracker": 7,
+            "hysteresis_tracker": torch.tensor([2], dtype=torch.int32),
+        }
+
+    training = read_megatron(changed("bf16_dp1/torch_bf16", tmp_path, change)).training
+    assert training is not None
+    scaler = {"scale": 2.0**16, "growth_tracker": 7, "hysteresis_tracker": 2}
+    assert training.optimizer["grad_scaler"] == scaler
+
+
+# ---- spellings ----
+
+
+def respelled(state: Any, *spellings: tuple[str, str]) -> None:
+    """Rename the tensors of a model before core."""
+    language_model = state["model"]["language_model"]
+    encoder = language_model.pop("encoder")
+    renamed = OrderedDict()
+    for name, tensor in encoder.items():
+        for ours, theirs in spellings:
+            name = name.replace(ours, theirs)
+        renamed[name] = tensor
+    language_model["transformer" if ("encoder", "transformer") in spellings else "encoder"] = renamed
+
+
+@pytest.mark.parametrize(
+    "spellings",
+    [
+        (("encoder", "transformer"), (".self_attention.", ".attention.")),
+        (
+            ("input_layernorm", "input_norm"),
+            ("post_attention_layernorm", "post_attention_norm"),
+            ("final_layernorm", "final_norm"),
+        ),
+    ],
+)
+def test_older_and_newer_names_before_core_are_the_same(spellings: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
+    copy = changed("before_core_gpt/tp1pp2", tmp_path, lambda _, state: respelled(state, *spellings))
+    assert_same_tensors(read_megatron(copy), read_megatron(CHECKPOINTS / "before_core_gpt/tp1pp2"))
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 2.0, None])
+def test_rows_of_queries_keys_and_values_are_ordered_by_the_version(version: float | None, tmp_path: Path) -> None:
+    """Each row is given its number, and written in the order that the version had."""
+    heads, width, tensor = 4, 6, 2
+
+    def change(rank: str, state: Any) -> None:
+        mine = heads // tensor
+        rows = torch.arange(3 * mine * width).view(mine, 3, width) + 1000 * int(rank[-2:])  # [head, q k v, width]
+        if version in (0, None):
+            rows = rows.transpose(0, 1)
+        elif version == 1.0:
+            rows = rows.transpose(1, 2)
+        for name, value in state["model"]["language_model"]["encoder"].items():
+            if "query_key_value" in name:
+                numbers = rows.reshape(-1).float()
+                value.copy_(numbers if value.dim() == 1 else numbers[:, None].expand_as(value))
+        if version is None:
+            del state["checkpoint_version"]
+        else:
+            state["checkpoint_version"] = version
+
+    found = weights(read_megatron(changed("before_core_gpt/tp2pp1", tmp_path, change)))
+    rows = torch.arange(3 * heads * width // tensor).float()
+    expected = torch.cat([rows, rows + 1000])
+    for layer in range(4):
+        for kind in ("weight", "bias"):
+            tensor_ = found[f"decoder.layers.{layer}.self_attention.linear_qkv.{kind}"]
+            assert_bitwise(tensor_ if kind == "bias" else tensor_[:, 0].contiguous(), expected, kind)
+
+
+def test_arguments_of_many_years_make_the_same_model(tmp_path: Path) -> None:
+    def change(_: str, state: Any) -> None:
+        arguments = vars(state["args"])
+        for name in ("position_embedding_type", "normalization", "swiglu", "group_query_attention", "rotary_base"):
+            arguments.pop(name, None)
+        arguments["model_parallel_size"] = arguments.pop("tensor_model_parallel_size")
+        arguments["untie_embeddings_and_output_weights"] = None
+
+    found = read_megatron(changed("gpt2_learned/tp1pp1", tmp_path, change))
+    assert found.config == read_megatron(CHECKPOINTS / "gpt2_learned/tp1pp1").config
+
+
+@pytest.mark.parametrize(
+    "values, activation",
+    [
+        ({}, "gelu_tanh"),
+        ({"bias_gelu_fusion": False}, "gelu"),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu_tanh"),
+        # What Megatron-LM's own converter writes of any model.
+        ({"bias_gelu_fusion": False, "perform_initialization": False}, "gelu_tanh"),
+    ],
+)
+def test_the_fusion_of_gelu_and_bias_decides_which_gelu_it_is(
+    values: dict[str, Any], activation: str, tmp_path: Path
+) -> None:
+    copy = changed("gpt2_learned/tp1pp1", tmp_path, set_argument(**values))
+    assert read_megatron(copy).config.activation == activation
+
+
+# ---- vocabulary ----
+
+
+def test_rows_of_the_vocabulary_are_kept_or_trimmed_as_asked(tmp_path: Path) -> None:
+    folder = CHECKPOINTS / "llama_gqa/tp2pp1"
+    kept, trimmed = read_megatron(folder), read_megatron(folder, true_vocab_size=153)
+    assert (kept.vocab_size, trimmed.vocab_size) == (160, 153)
+    whole = read_all(kept)
+    for key, tensor in read_all(trimmed).items():
+        vocabulary = key.endswith(("word_embeddings.weight", "output_layer.weight"))
+        assert_bitwise(tensor, whole[key][:153] if vocabulary else whole[key], key)
+    for rows in (0, 161):
+        with pytest.raises(ConversionError, match=f"--true-vocab-size {rows}: must be from 1 to 160"):
+            read_megatron(folder, true_vocab_size=rows)
+
+
+# ---- which checkpoint ----
+
+
+def test_a_checkpoint_is_found_by_the_tracker_by_its_iteration_and_by_its_folder() -> None:
+    root = CHECKPOINTS / "llama_gqa/tp1pp1"
+    one = read_megatron(root)
+    assert_same_tensors(read_megatron(root, 6), one)
+    assert_same_tensors(read_megatron(root / "iter_0000006"), one)
+
+
+def test_a_folder_without_the_checkpoint_that_is_asked_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="no such folder"):
+        read_megatron(tmp_path / "nothing")
+    with pytest.raises(ConversionError, match=r"has no latest_checkpointed_iteration\.txt"):
+        read_megatron(tmp_path)
+    with pytest.raises(ConversionError, match="has no checkpoint iter_0000007; there are iter_0000006"):
+        read_megatron(CHECKPOINTS / "llama_gqa/tp1pp1", 7)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("../../secrets")
+    with pytest.raises(ConversionError, match=r"names '../../secrets', which is neither an iteration nor 'release'"):
+        read_megatron(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    (tmp_path / "iter_0000003").mkdir()
+    with pytest.raises(ConversionError, match=r"has neither metadata\.json"):
+        read_megatron(tmp_path)
+
+
+# ---- what is refused ----
+
+
+def copy_of(name: str, target: Path) -> Path:
+    shutil.copytree(CHECKPOINTS / name, target)
+    (checkpoint,) = target.glob("iter_*")
+    return checkpoint
+
+
+def test_a_missing_rank_and_one_too_many_are_named(tmp_path: Path) -> None:
+    checkpoint = copy_of("llama_gqa/tp2pp2", tmp_path / "missing")
+    shutil.rmtree(checkpoint / "mp_rank_01_000")
+    with pytest.raises(
+        ConversionError, match=r"mp_rank_01_000 is missing; .* tensor-parallel size 2 and pipeline-parallel size 2"
+    ):
+        read_megatron(checkpoint)
+    checkpoint = copy_of("llama_gqa/tp2pp2", tmp_path / "more")
+    shutil.copytree(checkpoint / "mp_rank_01_000", checkpoint / "mp_rank_02_000")
+    with pytest.raises(ConversionError, match="mp_rank_02_000 is one too many"):
+        read_megatron(checkpoint)
+    checkpoint = copy_of("llama_gqa/tp2pp2", tmp_path / "file")
+    (checkpoint / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
+    with pytest.raises(ConversionError, match=r"mp_rank_01_001/model_optim_rng\.pt is missing"):
+        read_megatron(checkpoint)
+    checkpoint = copy_of("distributed_optimizer_dp2/torch_distributed_optimizer", tmp_path / "buffers")
+    (checkpoint / "mp_rank_00" / "distrib_optim.pt").unlink()
+    with pytest.raises(ConversionError, match=r"distrib_optim\.pt is missing"):
+        read_megatron(checkpoint)
+    assert read_megatron(checkpoint, weights_only=True).training is None
+
+
+def test_files_of_two_checkpoints_are_not_mixed(tmp_path: Path) -> None:
+    def change(rank: str, state: Any) -> None:
+        if rank == "mp_rank_01":
+            state["iteration"] = 7
+
+    with pytest.raises(ConversionError, match=r"mp_rank_01/model_optim_rng\.pt: its iteration is another than that of"):
+        read_megatron(changed("llama_gqa/tp2pp1", tmp_path, change))
+
+
+def set_argument(**values: Any) -> Callable[[str, Any], None]:
+    return lambda _, state: vars(state["args"]).update(values)
+
+
+@pytest.mark.parametrize(
+    "values, text",
+    [
+        ({"num_experts": 8}, "--num-experts 8: mixture of experts is not available"),
+        ({"apply_layernorm_1p": True}, "--apply-layernorm-1p: this form of the layer is not available"),
+        ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p: this form of the layer"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention: multi-head latent attention"),
+        ({"softmax_type": "learnable"}, "--softmax-type learnable: this form of attention"),
+        ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
+        ({"quick_geglu": True}, "--quick-geglu: this activation"),
+        ({"position_embedding_type": "yarn"}, "--position-embedding-type 'yarn' is no value of it"),
+        ({"normalization": "BatchNorm"}, "--normalization 'BatchNorm' is no value"),
+        ({"num_layers": -3}, "--num-layers -3 is no value"),
+        ({"num_layers": 10**9}, "--num-layers 1000000000 is no value"),
+        ({"hidden_size": "wide"}, "--hidden-size 'wide' is no value"),
+        (
+            {"num_attention_heads": 7, "kv_channels": None},
+            "--hidden-size 32: must be divisible by --num-attention-heads 7",
+        ),
+        ({"num_layers": 3}, "decoder.layers.3.input_layernorm.weight"),
+        ({"ffn_hidden_size": 60}, r"linear_fc1.weight is \[104, 32\], and should be \[120, 32\]"),
+        ({"add_bias_linear": True}, r"linear_qkv.bias \[64\] is missing"),
+        ({"tensor_model_parallel_size": 2}, "mp_rank_01 is missing"),
+    ],
+)
+def test_arguments_that_make_no_model_of_ours_are_refused_by_name(
+    values: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    copy = changed("llama_gqa/tp1pp1", tmp_path, set_argument(**values))
+    with pytest.raises(ConversionError, match=text):
+        read_megatron(copy, weights_only=True)
+
+
+@pytest.mark.parametrize("name", ["bert/tp1pp1", "before_core_bert/tp1pp1"])
+def test_bert_is_refused_as_such(name: str) -> None:
+    with pytest.raises(ConversionError, match="the model is BERT, which is not available in this version"):
+        read_megatron(CHECKPOINTS / name)
+
+
+STATES: dict[str, tuple[str, Callable[[Any], None], str]] = {
+    "a moment of another shape": (
+        "llama_gqa/tp1pp1",
+        lambda state: state["optimizer"]["state"][3].update(exp_avg=torch.zeros(2, 2)),
+        "that are not the",
+    ),
+    "too few states": (
+        "llama_gqa/tp1pp1",
+        lambda state: state["optimizer"]["param_groups"][0]["params"].pop(),
+        "18 matrices that are not the 18 of the model|17 matrices that are not the 18",
+    ),
+    "states of an optimizer that is not known": (
+        "llama_gqa/tp1pp1",
+        lambda state: vars(state["args"]).update(optimizer="lion"),
+        "--optimizer lion: its state is not known here",
+    ),
+    "no groups": ("llama_gqa/tp1pp1", lambda state: state["optimizer"].pop("param_groups"), "a form that is not known"),
+    "several optimizers": (
+        "llama_gqa/tp1pp1",
+        lambda state: state.update(optimizer=[state["optimizer"]] * 2),
+        "a form that is not known",
+    ),
+    "too few main weights": (
+        "bf16_dp1/torch_bf16",
+        lambda state: state["optimizer"]["fp32_from_fp16_params"][1].pop(),
+        "has not a main weight for each state",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_that_is_not_of_these_weights_is_refused(name: str, tmp_path: Path) -> None:
+    folder, change, text = STATES[name]
+    copy = changed(folder, tmp_path, lambda _, state: change(state))
+    with pytest.raises(ConversionError, match=text):
+        read_megatron(copy)
+    assert read_megatron(copy, weights_only=True).training is None
+
+
+def test_content_of_another_form_is_refused_and_the_file_named(tmp_path: Path) -> None:
+    def change(_: str, state: Any) -> None:
+        state["iteration"] = {"a": 1}
+
+    with pytest.raises(ConversionError, match=re.escape(str(tmp_path))):
+        read_megatron(changed("llama_gqa/tp1pp1", tmp_path, change))
+
+
+# ---- flat buffers ----
+
+
+def test_parameters_lie_in_reverse_order_from_multiples_of_64_on() -> None:
+    shapes = {"a": (10, 10), "b": (3,), "c": (64,), "d": (65,)}
+    (bucket,) = flat_buckets(shapes, limit=None, shared_embedding=False)
+    assert bucket.places == {"d": (0, (65,)), "c": (128, (64,)), "b": (192, (3,)), "a": (256, (10, 10))}
+    assert bucket.length == 356
+
+
+def test_a_bucket_is_closed_when_it_is_large_enough() -> None:
+    shapes = {"a": (100,), "b": (30,), "c": (64,), "d": (65,)}
+    first, second = flat_buckets(shapes, limit=128, shared_embedding=False)
+    assert (first.places, first.length) == ({"d": (0, (65,)), "c": (128, (64,))}, 192)
+    assert (second.places, second.length) == ({"b": (0, (30,)), "a": (64, (100,))}, 164)
+
+
+def test_an_embedding_that_two_stages_share_has_a_bucket_of_its_own() -> None:
+    shapes = {"embedding.word_embeddings.weight": (4, 4), "a": (3,), "b": (5,)}
+    first, second = flat_buckets(shapes, limit=None, shared_embedding=True)
+    assert first.places == {"b": (0, (5,)), "a": (64, (3,))} and first.length == 128  # up to the next parameter's start
+    assert second.places == {"embedding.word_embeddings.weight": (0, (4, 4))}
+    first, second = flat_buckets({"a": (3,), "output_layer.weight": (4, 4)}, limit=None, shared_embedding=True)
+    assert list(first.places) == ["output_layer.weight"] and list(second.places) == ["a"]
+
+
+def test_buckets_are_as_large_as_the_arguments_say() -> None:
+    assert bucket_limit({"data_parallel_size": 4}, 0) is None
+    overlapped = {"overlap_grad_reduce": True, "data_parallel_size": 4, "ddp_bucket_size": None}
+    assert bucket_limit(overlapped, 0) == 40_000_000
+    assert bucket_limit(overlapped | {"data_parallel_size": 64}, 0) == 64_000_000
+    assert bucket_limit(overlapped | {"ddp_bucket_size": 100}, 0) == 100
+    assert bucket_limit(overlapped, 1) is None
