@@ -14,8 +14,10 @@ and needs no DTensor.
         COMPLETE                          checksums of these two, written last
     <save>/.tmp-iter_0000100/                 a save that has not ended
     <save>/.replaced-iter_0000100/            what a second save of the iteration replaces, for an instant
+    <save>/.deleted-iter_0000050/             an old one that is being deleted
 """
 
+from megatron.checkpointing.async_save import AsyncSaver, Written
 from megatron.checkpointing.errors import CheckpointError, NoCheckpointError
 from megatron.checkpointing.load import (
     Checkpoint,
@@ -25,19 +27,23 @@ from megatron.checkpointing.load import (
     read_tracker,
 )
 from megatron.checkpointing.model_tensors import model_tensors
+from megatron.checkpointing.retention import Retention
 from megatron.checkpointing.save import save_checkpoint, save_converted
 from megatron.checkpointing.storage import LazySlice
 
 __all__ = [
+    "AsyncSaver",
     "Checkpoint",
     "CheckpointError",
-    "LoadSummary",
     "LazySlice",
+    "LoadSummary",
     "NoCheckpointError",
+    "Retention",
+    "Written",
     "list_checkpoints",
     "load_checkpoint",
     "model_tensors",
     "read_tracker",
     "save_checkpoint",
-]
     "save_converted",
+]

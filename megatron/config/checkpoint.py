@@ -22,6 +22,24 @@ class CheckpointConfig:
             at_least=1,
         ),
     )
+    save_retain_interval: int | None = field(
+        default=None,
+        metadata=flag(
+            "Keep the newest checkpoint, and each whose iteration is a multiple of this; delete the others.",
+            at_least=1,
+        ),
+    )
+    keep_last: int | None = field(
+        default=None,
+        metadata=flag(
+            "Keep so many of the newest checkpoints, and those that --save-retain-interval keeps; delete the others.",
+            at_least=1,
+        ),
+    )
+    async_save: bool = field(
+        default=False,
+        metadata=flag("Write checkpoints in the background, from a copy in memory that lasts as long as the run."),
+    )
     load: str | None = field(
         default=None, metadata=flag("Folder to resume from; an error when it has none.", metavar="DIR")
     )
@@ -45,6 +63,19 @@ class CheckpointConfig:
         ),
     )
     finetune: bool = field(default=False, metadata=flag("Load only the weights; start at iteration 0 with new data."))
+    use_checkpoint_args: bool = field(
+        default=False,
+        metadata=flag(
+            "Take model, tokenizer and --seq-length of --load's checkpoint, where neither flags nor --config give them."
+        ),
+    )
+    use_tokenizer_model_from_checkpoint_args: bool = field(
+        default=True,
+        metadata=flag(
+            "With --use-checkpoint-args, take the paths of the tokenizer's files too.",
+            off_help="With --use-checkpoint-args, do not take the paths of the tokenizer's files.",
+        ),
+    )
     override_opt_param_scheduler: bool = field(
         default=False,
         metadata=flag(
@@ -63,19 +94,6 @@ class CheckpointConfig:
     )
 
     def problems(self) -> Iterator[Problem]:
-    use_checkpoint_args: bool = field(
-        default=False,
-        metadata=flag(
-            "Take model, tokenizer and --seq-length of --load's checkpoint, where neither flags nor --config give them."
-        ),
-    )
-    use_tokenizer_model_from_checkpoint_args: bool = field(
-        default=True,
-        metadata=flag(
-            "With --use-checkpoint-args, take the paths of the tokenizer's files too.",
-            off_help="With --use-checkpoint-args, do not take the paths of the tokenizer's files.",
-        ),
-    )
         """What is wrong within this section."""
         if self.save_interval is not None and self.save is None:
             yield Problem(
@@ -84,12 +102,35 @@ class CheckpointConfig:
                 rule="there is no folder to save in",
                 works="--save DIR; or leave out --save-interval",
             )
+        needs_save = {
+            "--keep-last": self.keep_last,
+            "--save-retain-interval": self.save_retain_interval,
+            "--async-save": self.async_save or None,
+        }
+        for name, value in needs_save.items():
+            if value is not None and self.save is None:
+                yield Problem(
+                    flags=(name, "--save"),
+                    value=None if value is True else value,
+                    rule="says how to save, and there is no folder to save in",
+                    works=f"--save DIR; or leave out {name}",
+                )
+        if self.save_retain_interval is not None and self.save_retain_interval % (self.save_interval or 1):
+            assert self.save_interval is not None
+            nearest = max(1, round(self.save_retain_interval / self.save_interval)) * self.save_interval
+            yield Problem(
+                flags=("--save-retain-interval", "--save-interval"),
+                value=self.save_retain_interval,
+                rule=f"must be a multiple of --save-interval ({self.save_interval})",
+                works=f"--save-retain-interval {nearest}",
+            )
         needs_load = {
             "--load-if-exists": self.load_if_exists,
             "--ckpt-step": self.ckpt_step is not None,
             "--finetune": self.finetune,
             "--no-load-optim": not self.load_optim,
             "--load-partial": bool(self.load_partial),
+            "--use-checkpoint-args": self.use_checkpoint_args,
         }
         for name in (name for name, given in needs_load.items() if given and self.load is None):
             yield Problem(
@@ -104,4 +145,3 @@ class CheckpointConfig:
                 rule="and --use-checkpoint-opt_param-scheduler ask for opposite things",
                 works="one of the two",
             )
-            "--use-checkpoint-args": self.use_checkpoint_args,

@@ -58,6 +58,9 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
     ("the launcher says the local rank", "--local-rank=*"),
     ("there is no such logger", "--no-one-logger"),
     ("there is no multi-storage client", "--disable-msc"),
+    ("what writes in the background stays as long as the run", "--use-persistent-ckpt-worker"),
+    ("there is one way to write in the background", "--async-strategy=nvrx|mcore"),
+    ("all ranks share out the writing of a checkpoint", "--ckpt-fully-parallel-save"),
     (
         "batch size and learning rate are always written",
         "--log-batch-size-to-tensorboard --log-learning-rate-to-tensorboard",
@@ -369,14 +372,14 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--auto-detect-ckpt-format --verify-integrity",
     ),
     (
-        f"saving in the background {_LATER}",
-        "leave it out: training waits until a checkpoint is written",
-        "--async-* --use-persistent-ckpt-worker --non-persistent-* --replication --replication-*",
+        "a thread of each rank writes in the background, at the priority of the rank",
+        "--async-save alone",
+        "--async-ckpt-* --async-strategy",
     ),
     (
-        f"deleting old checkpoints {_LATER}",
-        "leave it out, and delete them by hand",
-        "--save-retain-interval",
+        f"checkpoints of another kind, in memory or on local disks, {_LATER_ALL}",
+        "--save DIR, with --async-save for one that training hardly waits for",
+        "--non-persistent-* --replication --replication-*",
     ),
     (
         "a checkpoint belongs to no layout: any number of ranks reads it, split in any way",

@@ -37,7 +37,7 @@ def agree(world: CommGroup, phase: str, action: Callable[[], Value], *, raises: 
     if error is not None and world.size == 1 and (isinstance(error, raises) or not mendable):
         raise error
     kind = type(error) if isinstance(error, raises) else raises
-    report = None if error is None else (mendable, kind, f"rank {world.rank} on {socket.gethostname()}", _reason(error))
+    report = None if error is None else (mendable, kind, place_of(world.rank), reason_of(error))
     outcomes = all_gather_object((report, value), world)
     failures = [report for report, _ in outcomes if report is not None]
     if not failures:
@@ -56,6 +56,12 @@ def agree(world: CommGroup, phase: str, action: Callable[[], Value], *, raises: 
     raise (kinds.pop() if len(kinds) == 1 else raises)(text) from error
 
 
-def _reason(error: Exception) -> str:
+def place_of(rank: int) -> str:
+    """This rank and its host, in words."""
+    return f"rank {rank} on {socket.gethostname()}"
+
+
+def reason_of(error: Exception) -> str:
+    """What has failed, in words; by its class where that is not one of ours."""
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     return f"{kind}{error}"

@@ -85,6 +85,20 @@ def remove_leftovers(path: Path) -> None:
                     os.unlink(leftover)
 
 
+def has_writer(path: Path) -> bool:
+    """Whether a process, on any host, has a temporary file of this name; where there are no locks: may have one."""
+    for temporary in glob.iglob(f"{glob.escape(str(path))}.*.tmp"):
+        try:
+            with open(temporary, "r+b") as file:
+                if not try_flock(file.fileno()):
+                    return True
+        except NoLocksError:
+            return True
+        except FileNotFoundError:  # it has its name by now, or was discarded
+            continue
+    return False
+
+
 def _locked_file(path: Path) -> BinaryIO:
     while True:
         temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{uuid.uuid4().hex[:8]}.tmp")

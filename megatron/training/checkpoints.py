@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import datetime
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.checkpointing import Checkpoint, CheckpointError, model_tensors, save_checkpoint
+from megatron.checkpointing import Checkpoint, CheckpointError, model_tensors
 from megatron.config.megatron_config import MegatronConfig, difference
 from megatron.config.problems import UserError
 from megatron.core.shard import NamedTensor
@@ -21,10 +19,9 @@ from megatron.training.wanted_checkpoint import find_checkpoint
 Value = TypeVar("Value")
 
 
-def save_run(run: Run, folder: Path) -> None:
-    """Write a checkpoint of the present iteration; a collective."""
-    start = time.perf_counter()
-    config, state = run.config, run.state
+def kept_of(run: Run) -> tuple[list[NamedTensor], dict[str, Any]]:
+    """What a checkpoint of the present iteration keeps: this rank's tensors, and what is no tensor."""
+    config = run.config
     tensors = _weights(run)
     metadata: dict[str, Any] = {
         "config": config.to_dict(),
@@ -35,19 +32,7 @@ def save_run(run: Run, folder: Path) -> None:
     if config.checkpoint.save_optim:
         tensors += run.optimizer.named_state()
         metadata["optimizer"] = run.optimizer.state_dict()
-    iteration = run.progress.iteration
-    save_checkpoint(
-        folder,
-        iteration,
-        tensors,
-        metadata,
-        world=state.world,
-        replicas=state.data_context,
-    )
-    run.say(
-        f"  [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] successfully saved checkpoint from iteration {iteration:7d} to "
-        f"{folder} [ t 1/{state.tensor.size}, p 1/{state.pipeline.size} ] in {time.perf_counter() - start:.1f} s"
-    )
+    return tensors, metadata
 
 
 def _weights(run: Run) -> list[NamedTensor]:

@@ -40,6 +40,11 @@ class RankGone(Exception):
         self.speaks = speaks
 
 
+def launcher_gone(launcher: int | None) -> bool:
+    """Whether the process that started this one and watched over it has ended; never where none did."""
+    return launcher is not None and os.getppid() != launcher
+
+
 @contextmanager
 def exiting(
     speaks: Callable[[BaseException], bool] = lambda why: True,

@@ -1,8 +1,7 @@
-"""What steers a run around its iterations: evaluation, exits, saving. The loop knows none of them by name."""
+"""What steers a run around its iterations: evaluation and exits. The loop knows none of them by name."""
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -14,11 +13,9 @@ import torch
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.collectives import all_gather_object, all_reduce_
-from megatron.training.checkpoints import save_run
-from megatron.training.failures import LauncherGone, NonFiniteError
+from megatron.training.failures import LauncherGone, NonFiniteError, launcher_gone
 from megatron.training.metrics import StepReport
 from megatron.training.run import Hook, Loader, Run
-from megatron.training.save_folder import SaveFolder
 from megatron.training.train_step import evaluate
 
 
@@ -115,7 +112,7 @@ class Exits(Hook):
         if self._minutes is None and self._signal is None and self._launcher is None:
             return
         late = self._minutes is not None and (time.monotonic() - self._started) / 60.0 > self._minutes
-        alone = self._launcher is not None and os.getppid() != self._launcher
+        alone = launcher_gone(self._launcher)
         wishes = torch.tensor([self._received, late, alone], dtype=torch.int32, device=run.device)
         all_reduce_(wishes, run.state.world, "max")
         received, late, alone = wishes.tolist()
@@ -176,30 +173,3 @@ def _remedy(optimizer: OptimizerConfig, report: StepReport, losses: Mapping[str,
 
 def _some(names: Sequence[str], separator: str = ", ") -> str:
     return separator.join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-class Saving(Hook):
-    """A checkpoint every `--save-interval` iterations, and when the run ends before or at its last one."""
-
-    def __init__(self, folder: SaveFolder, interval: int | None) -> None:
-        self._folder = folder
-        self._interval = interval
-        self._last: int | None = None
-
-    def on_start(self, run: Run) -> None:
-        self._last = run.progress.iteration  # what was just loaded, or nothing worth keeping, needs no saving
-
-    def after_step(self, run: Run, report: StepReport) -> None:
-        if self._interval is not None and report.iteration % self._interval == 0:
-            self._save(run)
-
-    def on_end(self, run: Run) -> None:
-        self._save(run)
-
-    def _save(self, run: Run) -> None:
-        if self._last != run.progress.iteration:
-            save_run(run, self._folder.path)
-            self._last = run.progress.iteration
-
-    def close(self) -> None:
-        self._folder.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
 
@@ -15,13 +16,14 @@ from megatron.optimizer.build import build_optimizer
 from megatron.optimizer.param_scheduler import OnLoad, build_param_scheduler
 from megatron.training.checkpoints import load_run, open_checkpoint, progress_of
 from megatron.training.data_loaders import DatasetsProvider, build_loaders
-from megatron.training.hooks import Evaluation, Exits, Saving, StopOnNaN
+from megatron.training.hooks import Evaluation, Exits, StopOnNaN
 from megatron.training.initialize import MegatronContext, initialize_megatron
 from megatron.training.memory import MemoryAccount, explaining_out_of_memory, warn_of_too_little_memory
 from megatron.training.microbatches import BatchSizeSchedule
 from megatron.training.reports import JsonLog, LogLine, MemoryReport, TensorBoard
 from megatron.training.run import ForwardStep, Hook, Run
 from megatron.training.save_folder import SaveFolder, claim_save_folder
+from megatron.training.saving import Saving
 from megatron.training.setup import (
     ModelProvider,
     build_chunks,
@@ -202,7 +204,7 @@ def build_hooks(context: MegatronContext, save_folder: SaveFolder | None) -> lis
         )
     )
     if save_folder is not None:
-        hooks.append(Saving(save_folder, context.config.checkpoint.save_interval))
+        hooks.append(Saving(save_folder, context))
     return hooks
 
 
@@ -223,8 +225,8 @@ def train(run: Run) -> None:
         for hook in run.hooks:
             hook.on_end(run)
     finally:
-        run.loaders.close()
-        for hook in run.hooks:
-            hook.close()
+        with ExitStack() as closing:  # each of them, whatever another one fails of
+            for close in reversed([run.loaders.close, *(hook.close for hook in run.hooks)]):
+                closing.callback(close)
     if run.stop_reason is not None:
         run.say(f"stopped after iteration {run.progress.iteration}: {run.stop_reason}")

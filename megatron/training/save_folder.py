@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from megatron.checkpointing import CheckpointError, list_checkpoints
@@ -83,7 +84,9 @@ class SaveFolder:
 
 
 def claim_save_folder(context: MegatronContext) -> SaveFolder | None:
-    """The `--save` folder, held by one rank until it is closed or that process ends; None where nothing is saved.
+    """The `--save` folder, held until it is closed or that process ends; None where nothing is saved.
+
+    The first rank holds it, which alone gives checkpoints their names and deletes old ones.
 
     To be claimed before the checkpoint is opened: the run that held the folder may just have saved its last one. A
     collective.
@@ -99,8 +102,8 @@ def claim_save_folder(context: MegatronContext) -> SaveFolder | None:
     patience = 30.0 * config.parallel.distributed_timeout_minutes  # the other ranks wait meanwhile
 
     def claim() -> None:
-        if context.reports:
-            folder.claim(config.checkpoint, patience, context.say)
+        if context.state.rank == 0:
+            folder.claim(config.checkpoint, patience, partial(print, flush=True))
 
     agree(context.state.world, f"preparing --save {folder.path}", claim, raises=CheckpointError)
     return folder

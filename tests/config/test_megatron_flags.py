@@ -111,7 +111,7 @@ def test_the_175b_line_is_read_as_it_was_meant() -> None:
         "--overlap-param-gather-with-optimizer-step", "--no-align-grad-reduce",
         "--num-distributed-optimizer-instances 2",
         "--cpu-offloading-num-layers 2", "--fp8-format hybrid", "--num-experts 8",
-        "--moe-router-topk 2", "--async-save", "--cross-entropy-fusion-impl te",
+        "--moe-router-topk 2", "--non-persistent-save-interval 5", "--cross-entropy-fusion-impl te",
         "--use-megatron-fsdp", "--step-batch-size-schedule 0:768", "--ckpt-format torch_dist", "--profile",
         "--ddp-reduce-scatter-with-fp32-accumulation", "--bert-no-binary-head", "--mask-prob 0.15",
         "--expert-model-parallel-size 2", "--wandb-project x", "--fake-process-group",

@@ -335,6 +335,21 @@ REFUSED = [
     ("--merge-file m.txt", "", None, ["--merge-file m.txt", "NullTokenizer does not use it"]),
     # checkpoints and reports
     ("--save-interval 10", "", None, ["--save-interval 10", "--save DIR"]),
+    ("--keep-last 3", "", None, ["--keep-last 3", "--save DIR; or leave out --keep-last"]),
+    ("--async-save", "", None, ["--async-save: says how to save", "--save DIR; or leave out --async-save"]),
+    ("--save x --keep-last 0", "", None, ["--keep-last 0", "at least 1", "--keep-last 1"]),
+    (
+        "--save x --save-interval 10 --save-retain-interval 25",
+        "",
+        None,
+        ["--save-retain-interval 25", "multiple of --save-interval (10)", "Works: --save-retain-interval 20"],
+    ),
+    (
+        "--save x --save-interval 10 --save-retain-interval 4",
+        "",
+        None,
+        ["--save-retain-interval 4", "Works: --save-retain-interval 10"],
+    ),
     ("--finetune", "", None, ["--finetune", "--load DIR"]),
     ("--ckpt-step 3", "", None, ["--ckpt-step 3", "--load DIR"]),
     ("--load c --ckpt-step -1", "", None, ["--ckpt-step -1", "must be at least 0", "--ckpt-step 0"]),
@@ -391,6 +406,7 @@ WORKS = [
     ("--skip-train --train-iters 6250000000", 1),
     ("--lr-decay-iters 990000", 1),
     ("--load x --load-if-exists --save x --save-interval 10", 1),
+    ("--save x --save-interval 10 --save-retain-interval 20 --keep-last 2 --async-save", 1),
     ("--vocab-size 50257 --tensor-model-parallel-size 8 --make-vocab-size-divisible-by 1", 8),
 ]
 

@@ -87,7 +87,7 @@ def test_flags_override_the_file(written: Written) -> None:
         ("seed: true", ["run.yaml:1 seed", "not yes or no"]),
         ("sequence_parallel: 1", ["run.yaml:1 sequence_parallel", "true or false"]),
         ("bf16: true\nfp16: true", ["run.yaml:2 fp16", "precision"]),
-        ("async_save: true", ["run.yaml:1 async_save", "not available"]),
+        ("replication_jump: 2", ["run.yaml:1 replication_jump", "not available"]),
         ("seed: [1", ["is not YAML"]),
         ("- 1", ["must hold keys"]),
         pytest.param(f"split: {'[' * 3000}{']' * 3000}", ["run.yaml: is nested too deeply"], id="nested"),

@@ -21,7 +21,8 @@ BLOCK = re.compile(r"(<!-- rendered: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DO
 _REFUSED = """
 --overlap-param-gather-with-optimizer-step --no-align-grad-reduce
 --checkpoint-activations --transformer-impl=transformer_engine --attention-backend=fused --ckpt-format --use-dist-ckpt
---use-mp-args-from-checkpoint-args --async-save --context-parallel-size=2 --num-experts --use-legacy-models
+--use-mp-args-from-checkpoint-args --non-persistent-save-interval
+--context-parallel-size=2 --num-experts --use-legacy-models
 --deterministic-mode --use-torch-fsdp2 --fp8-format --tp-comm-overlap --profile
 --log-memory-to-tensorboard --wandb-project --manual-gc --yaml-cfg --train-data --bert-no-binary-head
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpoints import save_run
+from megatron.training.saving import save_run
 from megatron.training.train_step import train_step
 from tests.gpu.runs import CPU, CUDA, run_on
 from tests.helpers.numerics import assert_bitwise

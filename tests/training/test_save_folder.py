@@ -104,7 +104,7 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(tmp_path: P
     assert second.codes == [2, 2]
     said = "".join(second.err)
     assert f"another run saves in this folder: {holder}; end it, or give another --save folder" in said
-    assert holder.startswith(f"process {first.processes[1].pid} on ")
+    assert holder.startswith(f"process {first.processes[0].pid} on ")
     assert "Traceback" not in said
 
 

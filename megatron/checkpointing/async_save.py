@@ -1,0 +1,301 @@
+"""Saving in the background: training waits for a copy of this rank's share, and a thread writes the copy.
+
+Note [Ranks that write in the background]
+While threads write, the training uses the communicators, so the ranks speak through files in the temporary folder of
+the save. The index of a rank's share gets its name when the share is on disk. Until then it has a temporary name and a
+lock on it, which the kernel gives up when the process ends (`WholeFile`). A rank that fails leaves a file that says why
+before it gives up its lock. So the first rank, whose thread waits for all the others, learns of each that it has
+written, why it has failed, or that it is gone; and where the folder is, there is nothing else that it needs to know.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpointing import storage
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.save import Save
+from megatron.checkpointing.shares import Share, share_of
+from megatron.config.problems import counted, listing
+from megatron.core.agreement import agree, place_of, reason_of
+from megatron.core.comm_group import CommGroup
+from megatron.core.shard import NamedTensor
+from megatron.core.whole_file import WholeFile, has_writer, whole_file
+
+_POLL_SECONDS = 0.05
+_LOOK_FOR_LOST_SECONDS = 2.0  # between two looks at the locks of all ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A checkpoint that is complete.
+
+    Attributes:
+        seconds: from the moment at which training went on to its being complete.
+        notes: what `afterwards` has said.
+    """
+
+    iteration: int
+    folder: Path
+    seconds: float
+    notes: tuple[str, ...]
+
+
+class AsyncSaver:
+    """Saves in the background, one checkpoint at a time, from a buffer that is allocated once.
+
+    `reserve`, `start` and `finish` are collectives; the rest is local.
+    """
+
+    def __init__(self, *, world: CommGroup, replicas: CommGroup) -> None:
+        self._world = world
+        self._replicas = replicas
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._background: _Background | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save was started and not finished."""
+        return self._background is not None
+
+    def reserve(self, tensors: Iterable[NamedTensor]) -> None:
+        """Allocate the buffer for this rank's share of tensors like these, so that the first save finds it ready.
+
+        Raises:
+            CheckpointError: on all ranks: they cannot be saved.
+        """
+        agree(
+            self._world,
+            "preparing to save in the background",
+            lambda: self._grow(share_of(tensors, self._replicas)),
+            raises=CheckpointError,
+        )
+
+    def start(
+        self,
+        root: str | os.PathLike[str],
+        iteration: int,
+        tensors: Iterable[NamedTensor],
+        metadata: Mapping[str, Any],
+        *,
+        afterwards: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
+        """Begin a save. The tensors may change when this returns; all else is as in `save_checkpoint`.
+
+        Args:
+            afterwards: is called on the first rank when the checkpoint is complete, by its thread.
+
+        Raises:
+            CheckpointError: on all ranks, naming those that failed and why; nothing is being written then.
+        """
+        assert self._background is None, "the last save was not finished"
+        save = Save(root=Path(root), iteration=iteration, rank=self._world.rank, metadata=metadata)
+        background = None
+        try:
+            writers = save.prepare_on_all(tensors, self._world, self._replicas)
+            background = _Background(save=save, writers=writers, afterwards=afterwards)
+            agree(self._world, save.phase, lambda: self._stage(background), raises=CheckpointError)
+        except Exception:
+            if background is not None:
+                background.close_index()
+            save.discard()
+            raise
+        self._background = background
+        background.thread.start()
+
+    def finish(self) -> Written | None:
+        """Wait until the save that was started is complete. Returns: None if none was.
+
+        Raises:
+            CheckpointError: on all ranks, naming those that failed and why.
+        """
+        background, self._background = self._background, None
+        if background is None:
+            return None
+        phase = background.save.phase
+        try:
+            agree(self._world, phase, background.wait_for_share, raises=CheckpointError)
+            ends = agree(self._world, phase, background.wait_for_end, raises=CheckpointError)
+        except Exception:
+            background.give_up()
+            background.thread.join()
+            raise
+        return ends[0]
+
+    def ended(self) -> Written | Exception | None:
+        """On the first rank, how the save that was started has ended; None while it goes on."""
+        return None if self._background is None else self._background.end
+
+    def close(self, *, abandoned: Callable[[], bool], patience: float) -> Written | Exception | None:
+        """Let the save that was started end when the ranks can agree on nothing any more.
+
+        Args:
+            abandoned: whether to give up, asked again and again.
+            patience: seconds for which the first rank waits for others that are not known to be gone, once its own
+                share is written.
+
+        Returns: on the first rank, how it has ended.
+        """
+        background = self._background
+        if background is None:
+            return None
+        deadline = None
+        while background.thread.is_alive():
+            if deadline is None and background.share_ended.is_set():
+                deadline = time.monotonic() + patience
+            if abandoned() or (deadline is not None and time.monotonic() > deadline):
+                background.give_up()
+                break
+            background.thread.join(_POLL_SECONDS)
+        self._background = None
+        return background.end
+
+    def _grow(self, share: Share) -> None:
+        if self._buffer.numel() < share.size:
+            on_gpu = any(part.tensor.device.type == "cuda" for part in share.pending)
+            self._buffer = torch.empty(share.size, dtype=torch.uint8, pin_memory=on_gpu)
+            self._buffer.zero_()  # so that its pages are there
+
+    def _stage(self, background: _Background) -> None:
+        """Copy the share, in the order in which it is written, and have the lock that says that it will be."""
+        save = background.save
+        if not save.share.tensors:
+            return
+        self._grow(save.share)
+        staged, position = [], 0
+        for part in storage.in_file_order(save.share.pending):
+            room = self._buffer[position : position + part.size].view(part.dtype)
+            storage.copy_elements(part.tensor, room)
+            staged.append(storage.PendingSlice(key=part.key, tensor=room.view(part.shape), box=part.box))
+            position += part.size
+        save.share = Share(tensors=save.share.tensors, pending=staged)
+        background.index = save.open_index()
+
+
+@dataclass(kw_only=True)
+class _Background:
+    """One save in the background, seen from one rank. See Note [Ranks that write in the background]."""
+
+    save: Save
+    writers: Sequence[int]
+    afterwards: Callable[[], Iterable[str]]
+    index: WholeFile | None = None
+    share_ended: threading.Event = field(default_factory=threading.Event)
+    share_error: Exception | None = None
+    end: Written | Exception | None = None
+    thread: threading.Thread = field(init=False)
+    _given_up: bool = False
+    _publishing: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+
+    # ---- called by the thread that trains ----
+
+    def wait_for_share(self) -> None:
+        """Raise what this rank's share has failed of."""
+        self.share_ended.wait()
+        if self.share_error is not None:
+            raise self.share_error
+
+    def wait_for_end(self) -> Written | None:
+        """On the first rank, raise what the save has failed of."""
+        self.thread.join()
+        if isinstance(self.end, Exception):
+            raise self.end
+        return self.end
+
+    def give_up(self) -> None:
+        """See to it that nothing is published from now on."""
+        with self._publishing:
+            self._given_up = True
+
+    def close_index(self) -> None:
+        if self.index is not None:
+            self.index.discard()
+
+    # ---- the thread that writes ----
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        try:
+            self._write_share()
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            self.share_error = error
+        self.share_ended.set()
+        if self.save.rank == 0:
+            self.end = self._end_on_first_rank(started)
+
+    def _write_share(self) -> None:
+        if self.index is None:
+            return
+        try:
+            self.save.write_shard(self.index.file)
+            self.index.publish()
+        except Exception as error:
+            self._leave_word(error)
+            raise
+        finally:
+            self.index.discard()
+
+    def _leave_word(self, error: Exception) -> None:
+        """Say why, on a disk that may be full: what was written makes room for it."""
+        folder, rank = self.save.folder, self.save.rank
+        with suppress(OSError):
+            (folder / storage.shard_file(rank)).unlink(missing_ok=True)
+            with whole_file(folder / storage.failure_file(rank)) as file:
+                file.write(f"{place_of(rank)}: {reason_of(error)}".encode())
+
+    def _end_on_first_rank(self, started: float) -> Written | Exception:
+        save = self.save
+        try:
+            failures = self._wait_for_others()
+            if self.share_error is not None:
+                failures.insert(0, f"{place_of(save.rank)}: {reason_of(self.share_error)}")
+            if failures:
+                raise CheckpointError(f"{save.phase} failed on {counted(len(failures), 'rank')}:\n{listing(failures)}")
+            with self._publishing:
+                self._check_wanted()
+                save.publish(self.writers)
+        except Exception as error:
+            save.discard()
+            return error
+        seconds = time.perf_counter() - started
+        folder = storage.iteration_folder(save.root, save.iteration)
+        return Written(iteration=save.iteration, folder=folder, seconds=seconds, notes=tuple(self.afterwards()))
+
+    def _check_wanted(self) -> None:
+        if self._given_up:
+            raise CheckpointError(f"{self.save.phase} was given up")
+
+    def _wait_for_others(self) -> list[str]:
+        """Until each other rank has written its share, has said why not, or is gone. Returns: what failed, in words."""
+        folder, failures = self.save.folder, []
+        waiting, looked = set(self.writers) - {self.save.rank}, time.monotonic()
+        while True:
+            lost: set[int] = set()
+            if time.monotonic() - looked > _LOOK_FOR_LOST_SECONDS:
+                looked = time.monotonic()
+                lost = {rank for rank in waiting if not has_writer(folder / storage.share_file(rank))}
+            names = set(os.listdir(folder))  # after the locks: who has given up one has left a file by then
+            for rank in sorted(waiting):
+                if storage.failure_file(rank) in names:
+                    failures.append((folder / storage.failure_file(rank)).read_text())
+                elif rank in lost and storage.share_file(rank) not in names:
+                    failures.append(f"rank {rank} has ended, and left its share unwritten")
+                elif storage.share_file(rank) not in names:
+                    continue
+                waiting.remove(rank)
+            if not waiting:
+                return failures
+            self._check_wanted()
+            time.sleep(_POLL_SECONDS)

@@ -1,0 +1,164 @@
+"""When a run saves, what becomes of a save that fails, and what is said of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+
+from megatron.checkpointing import AsyncSaver, CheckpointError, Retention, Written, save_checkpoint
+from megatron.training.checkpoints import kept_of
+from megatron.training.failures import launcher_gone
+from megatron.training.initialize import MegatronContext
+from megatron.training.metrics import StepReport
+from megatron.training.run import Hook, Run
+from megatron.training.save_folder import SaveFolder
+
+_LONG_WAIT = 1.0  # seconds
+
+
+class Saving(Hook):
+    """A checkpoint every `--save-interval` iterations, and when the run ends before or at its last one.
+
+    A save that fails is told and the training goes on, as the next one may go well; only the last one must.
+    """
+
+    def __init__(self, folder: SaveFolder, context: MegatronContext) -> None:
+        wanted, state = context.config.checkpoint, context.state
+        self._folder = folder
+        self._context = context
+        self._interval = wanted.save_interval
+        self._retention = Retention(keep_last=wanted.keep_last, retain_interval=wanted.save_retain_interval)
+        self._background = AsyncSaver(world=state.world, replicas=state.data_context) if wanted.async_save else None
+        self._saved: int | None = None
+        self._told = True
+
+    def on_start(self, run: Run) -> None:
+        self._saved = run.progress.iteration  # what was just loaded, or nothing worth keeping, needs no saving
+        if self._background is not None:
+            self._background.reserve(kept_of(run)[0])
+
+    def after_step(self, run: Run, report: StepReport) -> None:
+        if self._background is not None:
+            self._tell(self._background.ended())
+        if self._interval is not None and report.iteration % self._interval == 0:
+            try:
+                self._save(run)
+            except CheckpointError as error:
+                run.say(_failure(run.progress.iteration, error))
+
+    def on_end(self, run: Run) -> None:
+        """
+        Raises:
+            CheckpointError: the last checkpoint of the run could not be saved.
+        """
+        self._settle()
+        self._save(run)
+        if self._background is not None and self._background.busy:
+            self._say_first([self._waiting()])
+            self._tell(self._background.finish())
+
+    def _save(self, run: Run) -> None:
+        """Save this iteration, unless that is done; in the background, begin to."""
+        iteration = run.progress.iteration
+        if self._saved == iteration:
+            return
+        start = time.perf_counter()
+        if self._background is None:
+            save_run(run, self._folder.path)
+            self._saved = iteration
+            run.say(self._success(iteration, f"in {time.perf_counter() - start:.1f} s"))
+            self._say_first(self._delete_obsolete(iteration))
+            return
+        self._settle()
+        waited = time.perf_counter() - start
+        tensors, metadata = kept_of(run)
+        self._background.start(
+            self._folder.path, iteration, tensors, metadata, afterwards=lambda: self._delete_obsolete(iteration)
+        )
+        self._saved, self._told = iteration, False
+        before = f", {waited:.1f} s of it for the checkpoint before" if waited > _LONG_WAIT else ""
+        run.say(
+            f"  saving checkpoint from iteration {iteration:7d} in the background; training stood still for "
+            f"{time.perf_counter() - start:.3f} s{before}"
+        )
+
+    def _settle(self) -> None:
+        """Wait until what is saved in the background has ended, well or not; a collective."""
+        if self._background is None or not self._background.busy:
+            return
+        self._tell(self._background.ended())
+        if not self._told:
+            self._say_first([self._waiting()])
+        try:
+            self._tell(self._background.finish())
+        except CheckpointError as error:
+            self._tell(error)
+            self._saved = None
+
+    def _tell(self, end: Written | Exception | None) -> None:
+        """Say on the first rank, which knows it before the others, how a save in the background has ended."""
+        if self._told or end is None:
+            return
+        self._told = True
+        assert self._saved is not None
+        if isinstance(end, Written):
+            success = self._success(end.iteration, f"in {end.seconds:.1f} s in the background")
+            self._say_first([success, *end.notes])
+        else:
+            self._say_first([_failure(self._saved, end)])
+
+    def _success(self, iteration: int, how_long: str) -> str:
+        state = self._context.state
+        return (
+            f"  [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] successfully saved checkpoint from iteration {iteration:7d} to "
+            f"{self._folder.path} [ t 1/{state.tensor.size}, p 1/{state.pipeline.size} ] {how_long}"
+        )
+
+    def _waiting(self) -> str:
+        return f"  waiting until the checkpoint from iteration {self._saved:7d} is written"
+
+    def _delete_obsolete(self, newest: int) -> Iterable[str]:
+        return self._retention.apply(self._folder.path, newest) if self._context.state.rank == 0 else ()
+
+    def _say_first(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            if self._context.state.rank == 0:
+                print(line, flush=True)
+
+    def close(self) -> None:
+        """Let what is saved in the background end, also when an error ends the run; nothing is new after a normal end.
+
+        Without its launcher the run may have been started again by now, and the checkpoint is given up.
+        """
+        try:
+            if self._background is not None and self._background.busy:
+                self._say_first([self._waiting()])
+                end = self._background.close(
+                    abandoned=lambda: launcher_gone(self._context.launcher),
+                    patience=60.0 * self._context.config.parallel.distributed_timeout_minutes,
+                )
+                self._tell(end)
+        finally:
+            self._folder.close()
+
+
+def save_run(run: Run, folder: Path) -> None:
+    """Write a checkpoint of the present iteration; a collective."""
+    tensors, metadata = kept_of(run)
+    save_checkpoint(
+        folder,
+        run.progress.iteration,
+        tensors,
+        metadata,
+        world=run.state.world,
+        replicas=run.state.data_context,
+    )
+
+
+def _failure(iteration: int, error: Exception) -> str:
+    return (
+        f"ERROR: the checkpoint from iteration {iteration} is NOT saved, and those before it stay as they are; the "
+        f"training goes on, and the next save tries again. {error}"
+    )
