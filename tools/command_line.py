@@ -3,7 +3,7 @@
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -78,6 +78,13 @@ def progress(total: int, what: str, *, unit: str) -> "tqdm[Any]":
 
 def say(line: str) -> None:
     print(line, flush=True)
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """The cells of each row in columns that are as wide as they need be."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
 
 def size_of(num_bytes: int) -> str:

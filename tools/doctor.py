@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from command_line import Parser, run_tool, say
+from command_line import Parser, print_table, run_tool, say
 from torch import Tensor
 
 from megatron.config.problems import UserError
@@ -220,12 +220,6 @@ def examine(device: torch.device) -> bool:
         rows.append((operation.name, runs.name, runs.why, shown))
     print_table(rows)
     return fine
-
-
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
 
 def main() -> None:

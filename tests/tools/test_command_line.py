@@ -10,7 +10,15 @@ import pytest
 
 from tests.helpers.tools import ROOT, run
 
-TOOLS = ["make_corpus", "train_tokenizer", "preprocess_data", "bigram_entropy", "plot_loss", "generate_text"]
+TOOLS = [
+    "make_corpus",
+    "train_tokenizer",
+    "preprocess_data",
+    "bigram_entropy",
+    "plot_loss",
+    "generate_text",
+    "evaluate",
+]
 
 
 def one_line(tool: str, *arguments: str) -> str:
@@ -35,6 +43,7 @@ def test_a_missing_flag_is_named(tool: str) -> None:
         ("bigram_entropy", "--data_path", "--data-path"),
         ("plot_loss", "--lines", "--line"),
         ("generate_text", "--Load", "--load"),
+        ("evaluate", "--lastword", "--last-word"),
     ],
 )
 def test_a_misspelt_flag_is_named_with_the_nearest_and_before_the_missing_ones(

@@ -1,0 +1,147 @@
+"""Scores of files as a user asks for them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.inference.load import open_model
+from megatron.inference.perplexity import score_text
+from megatron.inference.stages import ModelRanks
+from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
+from tests.data.corpora import write_corpus
+from tests.helpers.tokenizer_files import BOTCHAN_MODEL
+from tests.helpers.tools import ROOT, names_of_tool, on_ranks, run
+from tests.tools.test_generate_text import train_in
+
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")[:1500]
+WORDS = ["The cat sat on the mat.", "and so on and so on\n", "one two"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained model in float64, beside a text, its tokens, and sentences."""
+    folder = train_in(tmp_path_factory.mktemp("evaluated"), "--fp64")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    tokens = SentencePieceTokenizer(BOTCHAN_MODEL).encode(TEXT)
+    write_corpus(folder / "corpus", [[tokens[:300]], [tokens[300:310], tokens[310:]]])
+    (folder / "words.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in WORDS))
+    return folder
+
+
+def evaluate(folder: Path, *arguments: str | Path) -> tuple[dict[str, Any], str]:
+    """The results, as JSON and as printed."""
+    printed = run("evaluate", "--load", folder / "checkpoints", "--json", folder / "scores.json", *arguments)
+    return json.loads((folder / "scores.json").read_text()), printed
+
+
+def refused(folder: Path, *arguments: str | Path) -> str:
+    said = run("evaluate", "--load", folder / "checkpoints", *arguments, status=2)
+    return said.splitlines()[-1].removeprefix("evaluate.py: error: ")
+
+
+@pytest.mark.parametrize("stride", [24, 10])
+def test_a_text_is_scored_with_all_of_its_tokens(folder: Path, stride: int) -> None:
+    model = open_model(folder / "checkpoints")
+    tokens = np.array([model.tokenizer.eod, *model.tokenizer.encode(TEXT)])
+    expected = score_text(
+        model.load(ModelRanks.single(), torch.device("cpu")),
+        tokens,
+        context_length=24,
+        stride=stride,
+        batch_size=100,
+    )
+    results, printed = evaluate(folder, "--text", folder / "text.txt", "--stride", str(stride))
+    found = results["text"]
+    assert found["tokens"] == len(tokens) - 1
+    assert found["loss"] == pytest.approx(expected.loss, rel=1e-10)
+    assert found["perplexity"] == pytest.approx(math.exp(expected.loss), rel=1e-10)
+    assert found["bits_per_byte"] == pytest.approx(expected.nats / math.log(2) / len(TEXT.encode()), rel=1e-10)
+    assert results["iteration"] == 1
+    names, numbers = (line.split() for line in printed.splitlines())
+    assert names == ["file", "tokens", "loss", "perplexity", "bits", "per", "byte"]
+    assert numbers[:3] == [str(folder / "text.txt"), f"{len(tokens) - 1:,}", f"{expected.loss:.6g}"]
+
+
+def test_tokens_of_a_corpus_are_scored_as_one_stream(folder: Path) -> None:
+    results, _ = evaluate(folder, "--text", folder / "text.txt", "--data-path", folder / "corpus")
+    assert results["data"]["loss"] == results["text"]["loss"]
+    assert results["data"]["tokens"] == results["text"]["tokens"]
+
+
+@pytest.mark.parametrize("tensor, pipeline", [(2, 1), (1, 2), (2, 2)])
+def test_ranks_find_the_scores_of_one_process(folder: Path, tmp_path: Path, tensor: int, pipeline: int) -> None:
+    files = ["--text", str(folder / "text.txt"), "--last-word", str(folder / "words.jsonl")]
+    expected, printed = evaluate(folder, *files)
+    words = ["--load", str(folder / "checkpoints"), *files, "--json", str(tmp_path / "scores.json")]
+    layout = ["--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline)]
+    outcome = on_ranks("evaluate", *words, *layout, ranks=tensor * pipeline, folder=tmp_path).check()
+    found = json.loads((tmp_path / "scores.json").read_text())
+    for kind in ("text", "last_word"):
+        numbers = [{name: value for name, value in each[kind].items() if name != "file"} for each in (found, expected)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-10)
+    assert outcome.out == [printed] + [""] * (tensor * pipeline - 1)
+
+
+def test_last_words_are_asked_for(folder: Path) -> None:
+    results, printed = evaluate(folder, "--last-word", folder / "words.jsonl", "--batch-size", "2")
+    assert results["last_word"]["words"] == 3
+    assert 0 <= results["last_word"]["accuracy"] <= 1
+    assert results["last_word"]["perplexity"] > 1
+    assert printed.splitlines()[0].split()[-2:] == ["words", "accuracy"]
+
+
+@pytest.mark.parametrize("text", WORDS)
+def test_the_last_word_is_the_tokens_that_spell_it(text: str) -> None:
+    tokenizer = SentencePieceTokenizer(BOTCHAN_MODEL)
+    word = names_of_tool("evaluate")["last_word"](tokenizer, text, "here")
+    assert tokenizer.decode(word.tokens[word.start :]) == text.split()[-1]
+    assert tokenizer.decode(word.tokens) == text.strip()
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "content", "complaint"),
+    [
+        ("--text", "absent.txt", None, "no such file"),
+        ("--text", "empty.txt", b"", "is empty"),
+        ("--text", "latin.txt", b"caf\xe9", "convert the file to UTF-8"),
+        ("--data-path", "absent", None, "no such file; a dataset is given by its prefix"),
+        ("--last-word", "absent.jsonl", None, "no such file"),
+        ("--last-word", "empty.jsonl", b"\n", "holds no text"),
+        ("--last-word", "broken.jsonl", b'{"text": "a b"}\n\n{"text"', "line 3: not valid JSON"),
+        ("--last-word", "short.jsonl", b'{"text": "a b"}\n{"text": "one"}', "line 2: has no last word with something"),
+        ("--last-word", "long.jsonl", b'{"text": "' + b"the king " * 30 + b'"}', "and the model looks back on 24"),
+    ],
+)
+def test_a_file_that_cannot_be_scored_is_refused(
+    folder: Path, tmp_path: Path, flag: str, name: str, content: bytes | None, complaint: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    said = refused(folder, flag, tmp_path / name)
+    assert name in said and complaint in said
+
+
+def test_tokens_of_another_tokenizer_are_refused(folder: Path, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "other", [[[1, 2, 1000]]])
+    said = refused(folder, "--data-path", tmp_path / "other")
+    assert said == f"{tmp_path}/other: holds token 1,000, and the model knows 0 to 999: they are of another tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "nothing to evaluate: give --text FILE, --data-path PREFIX or --last-word FILE"),
+        (["--text", "x", "--batch-size", "0"], "--batch-size (0) must be at least 1"),
+        (["--text", "README.md", "--stride", "25"], "--stride (25) must be at least 1 and at most 24"),
+        (["--text", "README.md", "--stride", "0"], "--stride (0) must be at least 1"),
+    ],
+)
+def test_a_score_that_cannot_be_is_refused(folder: Path, arguments: list[str], complaint: str) -> None:
+    assert complaint in refused(folder, *(str(ROOT / word) if word == "README.md" else word for word in arguments))
