@@ -184,6 +184,17 @@ def _key_value_heads(default: int | None) -> Setting:
     return _model_setting(read, lambda model: {"num_key_value_heads": model.query_groups})
 
 
+def _head_width(default: int | None) -> Setting:
+    """Columns of a head. `default` where the file says nothing; None: hidden / heads."""
+
+    def read(given: ConfigJson) -> Mapping[str, Any]:
+        width = given.get("head_dim", int, default)
+        hidden, heads = given.get("hidden_size", int), given.get("num_attention_heads", int)
+        return {} if width is None or width * heads == hidden else {"kv_channels": width}
+
+    return _model_setting(read, lambda model: {"head_dim": model.head_dim})
+
+
 def _rotary() -> Setting:
     """Rotary positions: `rope_parameters` as transformers 5 writes them, `rope_theta` and `rope_scaling` as before.
 
@@ -353,8 +364,8 @@ def _not_with(key: str, rule: str) -> Setting:
     """A key that a relative of the family has, which is another model."""
 
     def read(given: ConfigJson) -> Mapping[str, Any]:
-        if given.speaks_of(key):
-            raise given.refusal(key, given.get(key, int, None), rule)
+        if (value := given.get(key, int, None)) is not None:
+            raise given.refusal(key, value, rule)
         return {}
 
     return Setting(read=read, write=lambda config: {})
@@ -468,16 +479,15 @@ def family_of_file(values: Mapping[str, Any], source: str) -> Family:
         ConversionError: it names none, or one that is not in the table.
     """
     known = {family.architecture: family for family in FAMILIES}
-    names = values.get("architectures") or []
-    if isinstance(names, list) and len(names) == 1 and names[0] in known:
-        return known[names[0]]
-    model_type = values.get("model_type")
-    # Files of a model without its head, or written before the key.
-    bare = {family.architecture.replace("ForCausalLM", "Model").replace("LMHead", ""): family for family in FAMILIES}
-    if not names or names[0] in bare:
-        for family in FAMILIES:
-            if family.name == model_type:
-                return family
+    # A file of a model without its head; one that was written before the key has none.
+    bare = {name.replace("ForCausalLM", "Model").replace("LMHead", ""): family for name, family in known.items()}
+    names, model_type = values.get("architectures"), values.get("model_type")
+    if not names:
+        named = {family.name: family for family in FAMILIES}.get(str(model_type))
+    else:
+        named = (known | bare).get(str(names[0])) if isinstance(names, list) and len(names) == 1 else None
+    if named is not None:
+        return named
     raise ConversionError(
         f"{source}: architectures {json.dumps(names)[:100]}, model_type {json.dumps(model_type)[:50]} is not a model "
         f"that this program converts; {words_or(known)} is"
@@ -618,7 +628,7 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     settings=(
         *(*_LLAMA_SIZES, *_ROTARY, _key_value_heads(None), _llama_biases()),
-        _value("head_dim", int, "kv_channels", None, meaning="head_dim"),
+        _head_width(None),
     ),
     fields=_ROTARY_MODEL,
     matches=_llama_names(),
@@ -630,7 +640,7 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     settings=(
         *(*_LLAMA_SIZES, *_ROTARY, _key_value_heads(8), _sliding_window()),
-        _value("head_dim", int, "kv_channels", None, meaning="head_dim"),
+        _head_width(None),
     ),
     fields=_ROTARY_MODEL,
     matches=_llama_names(),
@@ -642,7 +652,7 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     settings=(
         *(*_LLAMA_SIZES, *_ROTARY, _key_value_heads(32), _sliding_window_by_layer()),
-        _value("head_dim", int, "kv_channels", None, meaning="head_dim"),
+        _head_width(None),
         _fixed("use_mrope", False, written=False),
     ),
     fields={**_ROTARY_MODEL, "add_qkv_bias": True},
@@ -655,7 +665,7 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     settings=(
         *(*_LLAMA_SIZES, *_ROTARY, _key_value_heads(32), _sliding_window_by_layer()),
-        _value("head_dim", int, "kv_channels", 128, meaning="head_dim"),
+        _head_width(128),
         _fixed("attention_bias", False),
     ),
     fields={**_ROTARY_MODEL, "qk_layernorm": True},
