@@ -50,8 +50,8 @@ _TIME_TO_SPEAK = 5.0
 _TIME_TO_ASK = 2.0
 # Of the reason why a rank has ended, in the report of its launcher: enough for the first of several problems.
 _LINES_OF_RECORD = 3
-# Where ranks count those that have ended for a reason that they say.
-_ENDED = "ended"
+# Where ranks count those that have ended for a reason that they say, and those that have lost one without a reason.
+_ENDED, _LOST = "ended", "lost"
 # Where rank 0 says whose store it is, outside of all prefixes, and in the roll call what it was started with.
 _JOB_OF_RANK_0, _OPTIONS_OF_RANK_0 = "job of rank 0", "options of rank 0"
 # Ranks of a node that `--print-parallel-groups --world-size N` assumes when nothing was launched.
@@ -112,22 +112,26 @@ class MegatronContext:
             try:
                 yield
             except RuntimeError as error:
-                gone = self._gone() if _is_lost_connection(error) else None
-                if gone is None:
+                if self.store is None or not _is_lost_connection(error):
                     raise
-                raise gone from error
+                raise self._gone(self.store) from error
 
-    def _gone(self) -> RankGone | None:
-        """Of a lost connection, that another rank has ended for a reason that it says; None where none has."""
+    def _gone(self, store: Store) -> RankGone:
+        """What a lost connection means: another rank has ended, and says why or could not."""
         rank, nodes = self.state.rank, self.state.nodes
-        if self.store is None:
-            return None
         try:
-            if not _reaches(self.store, _ENDED, 1, within=_TIME_TO_SPEAK):
-                return None
-            self.store.add(_ENDED, 1)
+            if not _reaches(store, _ENDED, 1, within=_TIME_TO_SPEAK):
+                speaks = store.add(_LOST, 1) == 1
+                if rank == 0:
+                    _reaches(store, _LOST, self.state.world.size - 1)
+                return RankGone(
+                    f"rank {rank} has lost another rank, which has not said why: where its output has no error either, "
+                    "it was killed, or its node or the network failed; --load goes on from the last checkpoint",
+                    speaks=speaks,
+                )
+            store.add(_ENDED, 1)
             if rank == 0:  # it may hold the store, which the others ask too
-                _reaches(self.store, _ENDED, self.state.world.size)
+                _reaches(store, _ENDED, self.state.world.size)
             return RankGone(f"rank {rank} has lost another rank, which says why it has ended", speaks=False)
         except dist.DistError:
             first = min((other for other in range(1, len(nodes)) if nodes[other] == nodes[rank]), default=rank)

@@ -134,7 +134,9 @@ class Saving(Hook):
         """
         try:
             if self._background is not None and self._background.busy:
-                self._say_first([self._waiting()])
+                self._tell(self._background.ended())
+                if not self._told:
+                    self._say_first([self._waiting()])
                 end = self._background.close(
                     abandoned=lambda: launcher_gone(self._context.launcher),
                     patience=60.0 * self._context.config.parallel.distributed_timeout_minutes,
