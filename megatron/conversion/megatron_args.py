@@ -141,9 +141,16 @@ def _fitted(option: Option, value: Any) -> Any:
 
 
 def training_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a training's own flags, by our fields, as far as these can have them."""
-    given = dict(arguments)
-    given["precision"] = "bf16" if given.get("bf16") else "fp16" if given.get("fp16") else "fp32"
+    """The values of a training's own flags, by our fields, as far as these can have them.
+
+    Megatron-LM keeps what follows from other flags among them: that is left out, and with it the padded vocabulary,
+    which the tensors tell.
+    """
+    given = {**arguments, "precision": "bf16" if arguments.get("bf16") else "fp16" if arguments.get("fp16") else "fp32"}
+    given.pop("padded_vocab_size", None)
+    if given.get("weight_decay_incr_style", "constant") == "constant":
+        given.pop("start_weight_decay", None)
+        given.pop("end_weight_decay", None)
     options = [option for option in all_options() if option.section in _TRAINING_SECTIONS]
     values = {option.field: _fitted(option, given[option.field]) for option in options if option.field in given}
     return {name: value for name, value in values.items() if value is not _MISFIT}

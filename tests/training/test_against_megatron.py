@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from megatron.config.arguments import parse_arguments
 from megatron.conversion.megatron_reader import read_megatron
@@ -25,6 +26,7 @@ from megatron.training.pretrain import build_run, train
 from megatron.training.setup import Vocabulary
 from pretrain_gpt import forward_step
 from tests.helpers.distributed import run_distributed
+from tests.helpers.numerics import assert_bitwise
 from tests.helpers.tiny import INDICES, context_of_rank
 from tests.training.runs import Recorder
 
@@ -167,3 +169,70 @@ def test_a_training_of_megatron_on_one_rank_is_reproduced_on_other_layouts(
 ) -> None:
     arguments = command_line(name, tmp_path, *layout)
     check(name, run_distributed(train_on_rank, world_size, arguments), data_parallel=data_parallel)
+
+
+# The run that made `llama_gqa`, of which six iterations are done.
+LLAMA = [
+    *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "8", "--ffn-hidden-size", "52"),
+    *("--group-query-attention", "--num-query-groups", "4", "--max-position-embeddings", "64", "--seq-length", "32"),
+    *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--norm-epsilon", "1e-6", "--swiglu"),
+    *("--disable-bias-linear", "--untie-embeddings-and-output-weights", "--tokenizer-type", "NullTokenizer"),
+    *("--vocab-size", "153", "--padded-vocab-size", "160", "--micro-batch-size", "2", "--global-batch-size", "4"),
+    *("--lr", "3e-3", "--lr-decay-style", "constant", "--weight-decay", "0.1", "--mock-data", "--split", "99,1,0"),
+    *("--hidden-dropout", "0", "--attention-dropout", "0", "--eval-iters", "0", "--num-workers", "0"),
+    *("--no-calculate-per-token-loss", "--train-iters", "8", "--seed", "77"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What a rank has when it has loaded a checkpoint, and then two iterations later."""
+
+    iteration: int
+    num_steps: int
+    optimizer: dict[str, Any]
+    state: dict[str, Tensor]
+    losses: list[dict[str, float]]
+
+
+def resume_on_rank(rank: int, world_size: int, arguments: Sequence[str]) -> Resumed:
+    config, _ = parse_arguments(list(arguments), world_size=world_size)
+    run = build_run(context_of_rank(config, rank, world_size), gpt_datasets, gpt_model, forward_step)
+    state = {
+        named.key: named.tensor.clone()
+        for named in (*run.optimizer.named_main_parameters(), *run.optimizer.named_state())
+        if isinstance(named.tensor, Tensor)
+    }
+    position = {"iteration": run.progress.iteration, "num_steps": run.scheduler.num_steps}
+    optimizer = run.optimizer.state_dict()
+    recorder = Recorder()
+    run.hooks = [recorder, *run.hooks]
+    train(run)
+    losses = [dict(step.losses) for step in recorder.steps]
+    return Resumed(optimizer=optimizer, state=state, losses=losses, **position)
+
+
+@pytest.mark.parametrize("name", ["tp1pp1", "tp2pp1", "torch_dist"])
+def test_a_training_of_megatron_goes_on_here(name: str, tmp_path: Path) -> None:
+    model = read_megatron(FIXTURES / "megatron_checkpoints/llama_gqa" / name)
+    write_native(model, tmp_path / "native")
+    resumed = resume_on_rank(0, 1, [*LLAMA, "--load", str(tmp_path / "native")])
+    assert (resumed.iteration, resumed.num_steps, resumed.optimizer["num_updates"]) == (6, 24, 6)
+    assert sorted(resumed.state) == sorted(model.tensors)
+    for key, lazy in model.tensors.items():
+        assert_bitwise(resumed.state[key], lazy.read(), key)
+    assert len(resumed.losses) == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [TP2, PP2, (*TP2, *PP2), ("--use-distributed-optimizer",)])
+def test_a_training_of_megatron_goes_on_alike_in_any_layout(layout: tuple[str, ...], tmp_path: Path) -> None:
+    write_native(read_megatron(FIXTURES / "megatron_checkpoints/llama_gqa/tp1pp1"), tmp_path / "native")
+    arguments = [*LLAMA, "--load", str(tmp_path / "native")]
+    expected = resume_on_rank(0, 1, arguments).losses
+    ranks = run_distributed(resume_on_rank, 4 if len(layout) == 4 else 2, [*arguments, *layout])
+    found = [rank.losses for rank in ranks if rank.losses[0]]
+    assert found
+    for losses in found:
+        for mine, theirs in zip(losses, expected, strict=True):
+            assert mine["lm loss"] == pytest.approx(theirs["lm loss"], rel=LOSS)
