@@ -18,6 +18,7 @@ TOOLS = [
     "plot_loss",
     "generate_text",
     "evaluate",
+    "inspect_checkpoint",
 ]
 
 
@@ -44,6 +45,7 @@ def test_a_missing_flag_is_named(tool: str) -> None:
         ("plot_loss", "--lines", "--line"),
         ("generate_text", "--Load", "--load"),
         ("evaluate", "--lastword", "--last-word"),
+        ("inspect_checkpoint", "--compare_step", "--compare-step"),
     ],
 )
 def test_a_misspelt_flag_is_named_with_the_nearest_and_before_the_missing_ones(
