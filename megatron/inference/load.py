@@ -91,7 +91,7 @@ def open_model(
         UserError: the tokenizer has another number of tokens than the model.
     """
     checkpoint = load_checkpoint(folder, step=step, world=CommGroup.single("world"))
-    trained = MegatronConfig.from_dict(checkpoint.metadata["config"])
+    trained = checkpoint.config
     # The weights of a checkpoint have all their bits, also where the training computed with fewer.
     precision: Precision = "fp64" if trained.optimizer.precision == "fp64" else "fp32"
     config = replace(

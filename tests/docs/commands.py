@@ -82,6 +82,9 @@ def check_command(words: Sequence[str]) -> None:
 
 def check_torchrun(words: Sequence[str]) -> None:
     launch = get_args_parser().parse_args(list(words))
+    if launch.training_script.startswith("tools/"):
+        check_tool(ROOT / launch.training_script, launch.training_script_args)
+        return
     assert Path(launch.training_script).name == _PROGRAM, words
     num_nodes = int(launch.nnodes.split(":")[-1])  # torchrun's default is "1:1", the least and the most
     check_training(launch.training_script_args, world_size=num_nodes * int(launch.nproc_per_node))
