@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import IO, Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -75,6 +75,9 @@ _STAND_IN_PACKAGES = (
     *("megatron.", "torch.distributed.checkpoint.", "torch.distributed._shard.", "transformer_engine."),
     *("nvidia_resiliency_ext.", "apex.", "deepspeed."),
 )
+# How a file began before torch 1.6, and the version of that form.
+_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_STREAM_VERSION = 1001
 _LOCAL_HEADER = 30  # bytes of a zip's header before the member's name
 
 
@@ -193,7 +196,7 @@ def read_torch_file(path: Path, *, start: int = 0, length: int | None = None) ->
     Raises:
         ConversionError: it is no such file, is damaged, or names what has no place in a checkpoint.
     """
-    return _reported(path, lambda: _read_archive(path, start, length))
+    return _reported(path, lambda: _read_file(path, start, length))
 
 
 def read_pickle(path: Path) -> Any:
@@ -215,40 +218,76 @@ def _reported(path: Path, read: Callable[[], Any]) -> Any:
         raise ConversionError(f"{path}: can not be read as a file of torch.save: {error}") from error
 
 
-def _read_archive(path: Path, start: int, length: int | None) -> Any:
+def _read_file(path: Path, start: int, length: int | None) -> Any:
     size = path.stat().st_size
     length = size - start if length is None else length
     if start < 0 or length < 0 or start + length > size:
         raise ConversionError(f"{path}: bytes {start} to {start + length} of it are asked for, and it has {size}")
     with path.open("rb") as file:
         window = _Window(file, start, length)
-        if not zipfile.is_zipfile(window):
-            raise ConversionError(
-                f"{path}: is no zip archive, which torch.save writes since torch 1.6; it is damaged, or of an older "
-                f"torch, and then torch.save(torch.load(...)) with the program that wrote it makes a file that can "
-                f"be read"
-            )
-        with zipfile.ZipFile(window) as archive:
-            members = {member.filename: member for member in archive.infolist()}
-            pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
-            if len(pickles) != 1:
-                raise ConversionError(f"{path}: holds {len(pickles)} files <name>/data.pkl, and torch.save writes one")
-            root = pickles[0].removesuffix("data.pkl")
-            for name, member in members.items():
-                if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
-                    raise ConversionError(f"{path}: {name} is compressed, and torch.save compresses nothing")
-                if member.header_offset + _LOCAL_HEADER + member.file_size > length:
-                    raise ConversionError(f"{path}: {name} reaches past the end of the file")
-            order = f"{root}byteorder"
-            if order in members and archive.read(order) != b"little":
-                raise ConversionError(f"{path}: its numbers begin with the high byte, and those of this machine do not")
-            program = archive.read(pickles[0])
-            storages = {
-                name.removeprefix(f"{root}data/"): (start + _data_offset(window, member), member.file_size)
-                for name, member in members.items()
-                if name.startswith(f"{root}data/")
-            }
-    return _Unpickler(path, program, storages).load()
+        if zipfile.is_zipfile(window):
+            program, storages = _open_archive(path, window, start)
+            return _Unpickler(path, program, storages).load()
+        window.seek(0)
+        if window.read(len(_MAGIC)) == _MAGIC:
+            window.seek(0)
+            program, storages = _open_stream(path, window, start)
+            return _Unpickler(path, program, storages).load()
+    raise ConversionError(f"{path}: is no file of torch.save: neither a zip archive, nor what torch wrote before 1.6")
+
+
+def _open_archive(path: Path, window: _Window, start: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The pickle of a zip archive, and where in the file the bytes of each storage are."""
+    with zipfile.ZipFile(window) as archive:
+        members = {member.filename: member for member in archive.infolist()}
+        pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(pickles) != 1:
+            raise ConversionError(f"{path}: holds {len(pickles)} files <name>/data.pkl, and torch.save writes one")
+        root = pickles[0].removesuffix("data.pkl")
+        for name, member in members.items():
+            if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+                raise ConversionError(f"{path}: {name} is compressed, and torch.save compresses nothing")
+            if member.header_offset + _LOCAL_HEADER + member.file_size > window.length:
+                raise ConversionError(f"{path}: {name} reaches past the end of the file")
+        order = f"{root}byteorder"
+        if order in members and archive.read(order) != b"little":
+            raise ConversionError(f"{path}: its numbers begin with the high byte, and those of this machine do not")
+        program = archive.read(pickles[0])
+    storages = {
+        name.removeprefix(f"{root}data/"): (start + _data_offset(window, member), member.file_size)
+        for name, member in members.items()
+        if name.startswith(f"{root}data/")
+    }
+    return program, storages
+
+
+def _open_stream(path: Path, window: _Window, start: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The same of a file from before torch 1.6: five pickles, and then each storage after its number of elements.
+
+    The pickles are a magic number, a version, facts about the machine, what was saved, and the keys of the storages in
+    their order.
+    """
+    programs = []
+    for _ in range(5):
+        begin = window.tell()
+        _check_instructions(path, cast(IO[bytes], window))
+        end = window.tell()
+        window.seek(begin)
+        programs.append(window.read(end - begin))
+    _, version, machine, saved, keys = programs
+    facts = _Unpickler(path, machine, {}).load()
+    if _Unpickler(path, version, {}).load() != _STREAM_VERSION or facts.get("little_endian") is not True:
+        raise ConversionError(f"{path}: is of a version of torch, or of a machine, that is not known here")
+    sizes = _StorageSizes(path, saved).sizes()
+    storages = {}
+    for key in _Unpickler(path, keys, {}).load():
+        count = int.from_bytes(window.read(8), "little", signed=True)
+        size = count * sizes[key]
+        if size < 0 or window.tell() + size > window.length:
+            raise ConversionError(f"{path}: data/{key} reaches past the end of the file")
+        storages[key] = (start + window.tell(), size)
+        window.seek(size, os.SEEK_CUR)
+    return saved, storages
 
 
 def _data_offset(window: _Window, member: zipfile.ZipInfo) -> int:
@@ -309,7 +348,7 @@ class _Unpickler(pickle.Unpickler):
     """
 
     def __init__(self, path: Path, program: bytes, storages: Mapping[str, tuple[int, int]]) -> None:
-        _check_instructions(path, program)
+        _check_instructions(path, io.BytesIO(program))
         super().__init__(io.BytesIO(program))
         self._path = path
         self._storages = storages
@@ -343,9 +382,11 @@ class _Unpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, key: Any) -> _Storage:
-        kind, dtype, name, _, length = key
+        kind, dtype, name, _, length, *view = key
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not _is_size(length):
             raise pickle.UnpicklingError("it refers to something outside of it that is no storage")
+        if view not in ([], [None]):
+            raise ConversionError(f"{self._path}: data/{name} is a part of another storage, which no checkpoint has")
         if name not in self._storages:
             raise ConversionError(f"{self._path}: has no numbers data/{name}, which a tensor refers to")
         start, size = self._storages[name]
@@ -377,9 +418,26 @@ class _Unpickler(pickle.Unpickler):
         return self._tensor(*arguments)
 
 
-def _check_instructions(path: Path, program: bytes) -> None:
-    """Refuse instructions that a checkpoint has no use for, and a memory of more places than there are instructions,
-    all of which would be allocated."""
+class _StorageSizes(_Unpickler):
+    """Bytes of an element in each storage that a pickle refers to, from what it says of their types."""
+
+    def __init__(self, path: Path, program: bytes) -> None:
+        super().__init__(path, program, {})
+        self._sizes: dict[str, int] = {}
+
+    def persistent_load(self, key: Any) -> _Storage:
+        name, dtype, length = key[2], key[1], key[4]
+        self._sizes[name] = dtype.itemsize
+        return _Storage(path=self._path, start=0, dtype=dtype, length=length)
+
+    def sizes(self) -> dict[str, int]:
+        self.load()
+        return self._sizes
+
+
+def _check_instructions(path: Path, program: IO[bytes]) -> None:
+    """Read to the end of a pickle. Refuse instructions that a checkpoint has no use for, and a memory of more places
+    than there are instructions, all of which would be allocated."""
     for number, (instruction, argument, _) in enumerate(pickletools.genops(program)):
         if instruction.name not in _INSTRUCTIONS:
             raise ConversionError(f"{path}: has an instruction that no checkpoint has, {instruction.name}")

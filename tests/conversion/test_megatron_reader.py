@@ -262,6 +262,13 @@ def test_rows_of_queries_keys_and_values_are_ordered_by_the_version(version: flo
             assert_bitwise(tensor_ if kind == "bias" else tensor_[:, 0].contiguous(), expected, kind)
 
 
+def test_files_of_the_torch_of_those_years_are_read(tmp_path: Path) -> None:
+    copy = changed("before_core_gpt/tp1pp1", tmp_path, lambda _, state: None)
+    path = copy / "mp_rank_00" / "model_optim_rng.pt"
+    torch.save(contents(path), path, _use_new_zipfile_serialization=False)
+    assert_same_tensors(read_megatron(copy), read_megatron(CHECKPOINTS / "before_core_gpt/tp1pp1"))
+
+
 def test_arguments_of_many_years_make_the_same_model(tmp_path: Path) -> None:
     def change(_: str, state: Any) -> None:
         arguments = vars(state["args"])

@@ -308,7 +308,59 @@ def test_numbers_of_the_other_byte_order_are_refused(tmp_path: Path) -> None:
         read_torch_file(with_member(tmp_path / "state.pt", "byteorder", b"big"))
 
 
-def test_the_form_before_torch_1_6_is_named(tmp_path: Path) -> None:
-    torch.save(torch.arange(4.0), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(ConversionError, match=r"of an older torch, and then torch\.save\(torch\.load"):
-        read_torch_file(tmp_path / "old.pt")
+def stream(path: Path, state: object) -> Path:
+    """A file as torch wrote it before 1.6."""
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    assert not zipfile.is_zipfile(path)
+    return path
+
+
+def test_the_form_before_torch_1_6_is_read_alike(tmp_path: Path) -> None:
+    base = torch.arange(24.0).view(4, 6)
+    state = {
+        "plain": base,
+        "shared": base[1:3, 2:5],
+        "narrow": torch.arange(5).bfloat16(),
+        "numbers": torch.arange(7),
+        "namespace": argparse.Namespace(num_layers=2),
+    }
+    found = read_torch_file(stream(tmp_path / "old.pt", state))
+    for name in ("plain", "shared", "narrow", "numbers"):
+        tensor = state[name]
+        assert isinstance(tensor, torch.Tensor)
+        assert_bitwise(found[name].read(), tensor.contiguous(), name)
+    assert found["namespace"].fields == {"num_layers": 2}
+
+
+def test_that_form_cut_at_any_place_or_with_changed_bytes_is_refused_or_read(tmp_path: Path) -> None:
+    whole = stream(tmp_path / "old.pt", {"weight": torch.arange(50.0), "other": torch.arange(3)}).read_bytes()
+    path = tmp_path / "changed.pt"
+    for length in range(0, len(whole), 5):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ConversionError, match=r"changed\.pt"):
+            read_torch_file(path)["weight"].read()
+    random = np.random.RandomState(5)
+    for _ in range(300):
+        changed = bytearray(whole)
+        changed[random.randint(len(whole))] = random.randint(256)
+        path.write_bytes(changed)
+        try:
+            found = read_torch_file(path)
+            if isinstance(found, dict) and isinstance(found.get("weight"), LazyTensor):
+                found["weight"].read()
+        except ConversionError:
+            pass
+
+
+def test_that_form_runs_nothing_either(tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    path = stream(tmp_path / "old.pt", {"model": Executes(os.system, f"touch {mark}"), "weight": torch.arange(3.0)})
+    with pytest.raises(ConversionError, match="no place in a checkpoint; nothing of the file was run"):
+        read_torch_file(path)
+    assert not mark.exists()
+
+
+def test_what_is_no_file_of_torch_is_named_so(tmp_path: Path) -> None:
+    (tmp_path / "text.pt").write_text("weights")
+    with pytest.raises(ConversionError, match=r"text\.pt: is no file of torch\.save"):
+        read_torch_file(tmp_path / "text.pt")
