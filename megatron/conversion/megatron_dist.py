@@ -38,6 +38,8 @@ _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)")
 _BUFFER = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
 )
+# What the distributed optimizer's ranks have alike, of the first of them.
+_DISTRIBUTED = "optimizer.distributed.dp_group_idx_0."
 # Kinds of the optimizer's tensors that have the names of parameters.
 _STATE_KINDS = {f"optimizer.state.{name}.": f"{kind}." for name, kind in STATES.items()} | {
     "optimizer.state.fp32_param.": "main.",
@@ -104,15 +106,18 @@ def read_torch_dist_layout(folder: Path, *, weights_only: bool) -> MegatronConte
     training = None
     if with_training:
         optimizer = common["optimizer"]
+        scaler = optimizer.get("grad_scaler")
         buffers = {key: tensor for key, tensor in tensors.items() if key.startswith("optimizer.distributed.")}
         if buffers:
             whole |= _from_buffers(folder, buffers, config, arguments.fields, tensors[EMBEDDING].shape[0])
-            optimizer = _first_object(objects, "optimizer.distributed.dp_group_idx_0.optimizer/", folder)
+            optimizer = _first_object(objects, f"{_DISTRIBUTED}optimizer/", folder)
+            if any(key.startswith(f"{_DISTRIBUTED}grad_scaler/") for key in objects):
+                scaler = _first_object(objects, f"{_DISTRIBUTED}grad_scaler/", folder)
         groups = groups_of(optimizer, folder)
         training = training_state(
             arguments=arguments.fields,
             iteration=int(common.get("iteration", 0)),
-            optimizer=common["optimizer"],
+            scaler=scaler,
             scheduler=common.get("opt_param_scheduler", {}),
             step=common_step(groups, optimizer.get("optimizer", optimizer).get("state", {})),
             source=folder,

@@ -124,7 +124,7 @@ def training_state(
     *,
     arguments: Mapping[str, Any],
     iteration: int,
-    optimizer: Any,
+    scaler: Mapping[str, Any] | None,
     scheduler: Mapping[str, Any],
     step: Any,
     source: Path,
@@ -132,13 +132,13 @@ def training_state(
     """What else a training that goes on needs.
 
     Args:
+        scaler: state of the loss scale, where it moves.
         step: updates done, as the optimizer keeps them.
     """
     rule = arguments.get("optimizer", "adam")
     if rule not in _RULES:
         raise ConversionError(f"{source}: --optimizer {rule}: its state is not known here; {ADVICE}")
     names = _RULES[rule] if rule != "sgd" or arguments.get("sgd_momentum", 0.9) else []
-    scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
     return TrainingState(
         iteration=iteration,
         consumed_samples=int(arguments.get("consumed_train_samples") or 0),

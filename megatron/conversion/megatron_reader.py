@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from megatron.conversion.megatron_contents import RELEASE, TRACKER, MegatronContents
 from megatron.conversion.megatron_dist import has_torch_dist_layout, read_torch_dist_layout
 from megatron.conversion.megatron_names import EMBEDDING, OUTPUT
+from megatron.conversion.megatron_optimizer import ADVICE
 from megatron.conversion.megatron_shards import check_tensors
 from megatron.conversion.megatron_torch import has_torch_layout, read_torch_layout
 from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel
@@ -81,7 +85,9 @@ def _find(folder: Path, step: int | None) -> Path:
 def _portable(contents: MegatronContents, checkpoint: Path, true_vocab_size: int | None) -> PortableModel:
     tensors = dict(contents.tensors)
     for key in [key for key in tensors if key.startswith("main.")]:
-        tensors[f"model.{key.removeprefix('main.')}"] = tensors.pop(key)
+        weight = f"model.{key.removeprefix('main.')}"
+        if weight in tensors:  # else both are among the differences
+            tensors[weight] = _main_weight(tensors.pop(key), tensors[weight], f"{checkpoint}: {weight}")
     embedding = tensors.get(f"model.{EMBEDDING}")
     if embedding is None:
         raise ConversionError(f"{checkpoint}: has no {EMBEDDING}; the model is none of GPT, or incomplete")
@@ -100,6 +106,23 @@ def _portable(contents: MegatronContents, checkpoint: Path, true_vocab_size: int
         tensors=tensors,
         training=contents.training,
     )
+
+
+def _main_weight(main: LazyTensor, rounded: LazyTensor, what: str) -> LazyTensor:
+    """The weight that the optimizer updates, in place of the one that the model computes with, its rounding.
+
+    That they agree shows that it was found at its place, and so were the moments beside it.
+    """
+
+    def read() -> Tensor:
+        value = main.read()
+        limits = torch.finfo(rounded.dtype)
+        error = (value - rounded.read().to(value.dtype)).abs()
+        if not bool((error <= limits.eps * value.abs() + limits.tiny).all()):
+            raise ConversionError(f"{what}: the weight that the optimizer keeps is not that of the model; {ADVICE}")
+        return value
+
+    return LazyTensor(shape=main.shape, dtype=main.dtype, read=read)
 
 
 def _trimmed(tensors: Mapping[str, LazyTensor], rows: int) -> Iterator[tuple[str, LazyTensor]]:

@@ -78,7 +78,7 @@ def read_torch_layout(folder: Path, *, weights_only: bool) -> MegatronContents:
         training = training_state(
             arguments=first.arguments,
             iteration=iteration,
-            optimizer=optimizer,
+            scaler=optimizer.get("grad_scaler"),
             scheduler=first.content.get("opt_param_scheduler", first.content.get("lr_scheduler", {})),
             step=common_step(groups_of(optimizer, first.path), optimizer.get("optimizer", optimizer).get("state", {})),
             source=first.path,

@@ -68,6 +68,7 @@ def assert_states(found: dict[str, Tensor]) -> None:
 
 
 OPTIMIZER = {"optimizer": {"param_groups": [{"step": 9, "wd_mult": 1.0}]}}
+SCALER = {"scale": 1024.0, "growth_tracker": 3, "hysteresis_tracker": 2}
 SCHEDULE = {"num_steps": 36, "max_lr": 1e-3}
 ARGUMENTS = {"use_distributed_optimizer": True, "data_parallel_size": 2, "overlap_grad_reduce": False}
 
@@ -102,7 +103,10 @@ def test_buffers_of_several_ranks_in_the_torch_dist_layout(name: str, tmp_path: 
             for number, bucket in enumerate(buckets):
                 middle = f"{stage * 2 + rank}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_{number}"
                 state[f"{prefix}{middle}.{kind}"] = torch.cat([bucket, torch.zeros(-len(bucket) % 128)])
-    objects = {f"{prefix}0.optimizer/shard_0_1": [OPTIMIZER["optimizer"]]}
+    objects = {
+        f"{prefix}0.optimizer/shard_0_1": [OPTIMIZER["optimizer"]],
+        f"{prefix}0.grad_scaler/shard_0_1": [SCALER],
+    }
     writer = torch.distributed.checkpoint.FileSystemWriter(tmp_path)
     planner = torch.distributed.checkpoint.DefaultSavePlanner(flatten_state_dict=False)
     torch.distributed.checkpoint.save(state | objects, storage_writer=writer, planner=planner, no_dist=True)
@@ -118,7 +122,8 @@ def test_buffers_of_several_ranks_in_the_torch_dist_layout(name: str, tmp_path: 
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     model = read_megatron(tmp_path)
     assert_states(read_all(model))
-    assert model.training is not None and model.training.optimizer["num_updates"] == 9
+    assert model.training is not None
+    assert model.training.optimizer["num_updates"] == 9 and model.training.optimizer["grad_scaler"] == SCALER
 
 
 def weights_as_global_tensors(name: str) -> Iterator[tuple[str, Tensor]]:

@@ -161,6 +161,18 @@ def test_main_weights_of_a_bf16_training_take_the_place_of_those_that_it_compute
     assert any(not torch.equal(tensor, rounded[name].float()) for name, tensor in found.items())
 
 
+def test_main_weights_that_are_not_at_their_place_are_refused_when_they_are_read(tmp_path: Path) -> None:
+    """As moments would be, which nothing can be compared with."""
+
+    def change(_: str, state: Any) -> None:
+        (vectors,) = (group for group in state["optimizer"]["fp32_from_fp16_params"] if group[0].dim() == 1)
+        vectors[0], vectors[1] = vectors[1], vectors[0]
+
+    model = read_megatron(changed("bf16_dp1/torch_bf16", tmp_path, change))
+    with pytest.raises(ConversionError, match="the weight that the optimizer keeps is not that of the model"):
+        read_all(model)
+
+
 def test_weights_alone_are_those_that_the_model_computed_with() -> None:
     model = read_megatron(CHECKPOINTS / "bf16_dp1/torch_bf16", weights_only=True)
     assert model.training is None
