@@ -163,7 +163,7 @@ class Save:
         if self.share.pending:
             files[file], checksums = storage.write_shard(self.folder / file, self.share.pending, storage.BLOCK_BYTES)
         slices: dict[str, list[StoredSlice]] = {key: [] for key in self.share.tensors}
-        for part in self.share.pending:
+        for part in storage.in_file_order(self.share.pending):
             stored = StoredSlice(file=file, name=part.name, box=part.box, checksums=checksums[part.name])
             slices[part.key].append(stored)
         tensors = {

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from megatron.checkpointing import (
+    AsyncSaver,
     CheckpointError,
     NoCheckpointError,
     list_checkpoints,
@@ -27,6 +28,7 @@ from megatron.checkpointing import (
     save_checkpoint,
     storage,
 )
+from megatron.core.comm_group import CommGroup
 from megatron.core.shard import NamedTensor
 from tests.checkpointing.layouts import ALONE, whole
 from tests.checkpointing.processes import call, start
@@ -43,6 +45,15 @@ def tensors(value: float, elements: int = 40) -> list[NamedTensor]:
 
 def save(root: Path, iteration: int, value: float, elements: int = 40) -> None:
     save_checkpoint(root, iteration, tensors(value, elements), {"value": value}, world=ALONE)
+
+
+def save_in_background(root: Path, iteration: int, value: float, elements: int = 40) -> None:
+    saver = AsyncSaver(world=ALONE, replicas=CommGroup.single("replicas"))
+    saver.start(root, iteration, tensors(value, elements), {"value": value})
+    saver.finish()
+
+
+SAVES = {"waited-for": save, "in-background": save_in_background}
 
 
 def content(root: Path, step: int | None = None) -> tuple[int, float] | None:
@@ -79,7 +90,7 @@ def every_change(act: Callable[[str, Callable[..., Any], tuple[Any, ...]], None]
         yield
 
 
-def _die_at(step: int, root: Path, iteration: int, value: float) -> None:
+def _die_at(step: int, how: str, root: Path, iteration: int, value: float) -> None:
     """Save, and die before change number `step` of the file system, half-way if it is a write."""
     count = 0
 
@@ -93,11 +104,11 @@ def _die_at(step: int, root: Path, iteration: int, value: float) -> None:
         count += 1
 
     with every_change(act):
-        save(root, iteration, value)
+        SAVES[how](root, iteration, value)
     os._exit(0)
 
 
-def _saves_that_die_at_each_step(root: Path, before: list[tuple[int, float]], new: tuple[int, float]) -> int:
+def _saves_that_die_at_each_step(root: Path, how: str, before: list[tuple[int, float]], new: tuple[int, float]) -> int:
     """For each step: die there, see what loads, save again. Returns: the number of steps."""
     prepared = root / "prepared"
     prepared.mkdir()
@@ -108,7 +119,7 @@ def _saves_that_die_at_each_step(root: Path, before: list[tuple[int, float]], ne
         folder = Path(shutil.copytree(prepared, root / str(step)))
         process = os.fork()
         if process == 0:
-            _die_at(step, folder, *new)
+            _die_at(step, how, folder, *new)
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         assert code in (0, 9), (step, code)
         found = content(folder)
@@ -130,6 +141,7 @@ def _saves_that_die_at_each_step(root: Path, before: list[tuple[int, float]], ne
     raise AssertionError("the save never ended")
 
 
+@pytest.mark.parametrize("how", SAVES)
 @pytest.mark.parametrize(
     "before, new",
     [
@@ -141,13 +153,14 @@ def _saves_that_die_at_each_step(root: Path, before: list[tuple[int, float]], ne
     ids=["first", "second", "same-again", "taken-back"],
 )
 def test_a_save_that_dies_before_any_change_of_the_disk_leaves_a_good_checkpoint(
-    tmp_path: Path, before: list[tuple[int, float]], new: tuple[int, float]
+    tmp_path: Path, how: str, before: list[tuple[int, float]], new: tuple[int, float]
 ) -> None:
-    steps = call(_saves_that_die_at_each_step, tmp_path, before, new, timeout=120)
+    steps = call(_saves_that_die_at_each_step, tmp_path, how, before, new, timeout=120)
     assert steps > 25  # it was really walked through
 
 
-def test_names_appear_only_after_what_they_name_is_on_the_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", SAVES)
+def test_names_appear_only_after_what_they_name_is_on_the_disk(tmp_path: Path, how: str) -> None:
     """What a power failure leaves: a file's bytes are there once it is synced, a name once its folder is."""
     save(tmp_path, 10, 1.0)
     unsynced_bytes: set[str] = set()
@@ -177,7 +190,7 @@ def test_names_appear_only_after_what_they_name_is_on_the_disk(tmp_path: Path) -
             unsynced_names.add(target)
 
     with every_change(act):
-        save(tmp_path, 20, 2.0)
+        SAVES[how](tmp_path, 20, 2.0)
     assert not unsynced_bytes
     assert str(tmp_path / storage.TRACKER_FILE) not in unsynced_names
     assert renames == [storage.share_file(0), "iter_0000020", storage.TRACKER_FILE]
@@ -188,16 +201,16 @@ def test_names_appear_only_after_what_they_name_is_on_the_disk(tmp_path: Path) -
 ELEMENTS = 200_000
 
 
-def _save_for_ever(root: Path, first: int) -> None:
+def _save_for_ever(root: Path, how: str, first: int) -> None:
     for iteration in range(first, first + 10_000):
-        save(root, iteration, float(iteration), ELEMENTS)
+        SAVES[how](root, iteration, float(iteration), ELEMENTS)
 
 
-def _kill_at_random(root: Path, kills: int) -> None:
+def _kill_at_random(root: Path, how: str, kills: int) -> None:
     rng = random.Random(0)
     newest = 0
     for _ in range(kills):
-        process = start(_save_for_ever, root, newest + 1)
+        process = start(_save_for_ever, root, how, newest + 1)
         deadline = time.monotonic() + 30
         while (read_tracker(root) or 0) <= newest and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -215,13 +228,15 @@ def _kill_at_random(root: Path, kills: int) -> None:
             shutil.rmtree(storage.iteration_folder(root, iteration))
 
 
-def test_killed_at_random_moments_the_newest_checkpoint_loads(tmp_path: Path) -> None:
-    _kill_at_random(tmp_path, 8)
+@pytest.mark.parametrize("how", SAVES)
+def test_killed_at_random_moments_the_newest_checkpoint_loads(tmp_path: Path, how: str) -> None:
+    _kill_at_random(tmp_path, how, 6)
 
 
 @pytest.mark.full
-def test_killed_at_random_moments_the_newest_checkpoint_loads_many_times(tmp_path: Path) -> None:
-    _kill_at_random(tmp_path, 60)
+@pytest.mark.parametrize("how", SAVES)
+def test_killed_at_random_moments_the_newest_checkpoint_loads_many_times(tmp_path: Path, how: str) -> None:
+    _kill_at_random(tmp_path, how, 60)
 
 
 def _ranks_save_until_one_dies(rank: int, world_size: int, root: Path, seed: int) -> None:
@@ -248,13 +263,13 @@ def test_when_any_rank_is_killed_the_newest_checkpoint_loads(tmp_path: Path, wor
 # ---- a disk that is full ----
 
 
-def _save_on_a_full_disk(root: Path) -> tuple[str, tuple[int, float] | None]:
+def _save_on_a_full_disk(root: Path, how: str) -> tuple[str, tuple[int, float] | None]:
     """The kernel refuses to let any file of this process grow over 64 KiB: a real error of a real write."""
     save(root, 10, 1.0)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
     try:
-        save(root, 20, 2.0, elements=100_000)
+        SAVES[how](root, 20, 2.0, elements=100_000)
     except CheckpointError as error:
         assert not [name for name in os.listdir(root) if name.startswith(".")]  # the space is given back
         save(root, 30, 3.0)  # there is room for a small one
@@ -262,8 +277,9 @@ def _save_on_a_full_disk(root: Path) -> tuple[str, tuple[int, float] | None]:
     raise AssertionError("the save went through")
 
 
-def test_a_file_that_cannot_grow_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    text, before = call(_save_on_a_full_disk, tmp_path)
+@pytest.mark.parametrize("how", SAVES)
+def test_a_file_that_cannot_grow_leaves_the_previous_checkpoint(tmp_path: Path, how: str) -> None:
+    text, before = call(_save_on_a_full_disk, tmp_path, how)
     assert "saving iteration 20" in text
     assert "rank 0 on" in text
     assert "File too large" in text
@@ -273,7 +289,10 @@ def test_a_file_that_cannot_grow_leaves_the_previous_checkpoint(tmp_path: Path) 
 
 @pytest.mark.parametrize("fails", ["open", "write", "fsync", "rename", "replace", "mkdir"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_a_disk_that_fails_anywhere_leaves_the_previous_checkpoint(tmp_path: Path, fails: str, code: int) -> None:
+@pytest.mark.parametrize("how", SAVES)
+def test_a_disk_that_fails_anywhere_leaves_the_previous_checkpoint(
+    tmp_path: Path, fails: str, code: int, how: str
+) -> None:
     for step in range(100):
         root = tmp_path / str(step)
         save(root, 10, 1.0)
@@ -289,7 +308,7 @@ def test_a_disk_that_fails_anywhere_leaves_the_previous_checkpoint(tmp_path: Pat
         failure = ""
         with every_change(act):
             try:
-                save(root, 20, 2.0)
+                SAVES[how](root, 20, 2.0)
             except CheckpointError as error:
                 failure = str(error)
         if count <= step:  # the save makes fewer such calls

@@ -1,0 +1,247 @@
+"""Saved in the background: the same bytes as a save that is waited for, from a copy that is taken at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.checkpointing import (
+    AsyncSaver,
+    CheckpointError,
+    Written,
+    async_save,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    storage,
+)
+from megatron.core.comm_group import CommGroup
+from megatron.core.shard import NamedTensor
+from tests.checkpointing.layouts import ALONE, whole
+from tests.checkpointing.test_distributed import model, world_group
+from tests.checkpointing.test_shares import everything
+from tests.helpers.distributed import RankFailure, run_distributed
+
+write_shard = storage.write_shard
+
+
+def alone() -> AsyncSaver:
+    return AsyncSaver(world=ALONE, replicas=CommGroup.single("replicas"))
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(root)): file.read_bytes() for file in sorted(root.rglob("*")) if file.is_file()}
+
+
+def never() -> bool:
+    return False
+
+
+def kinds() -> list[NamedTensor]:
+    """Of all kinds, and one that is not contiguous."""
+    return [*everything(1.5), whole("model.turned", torch.arange(48.0).reshape(6, 8).t())]
+
+
+def test_the_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "waited", 5, kinds(), {"a": 1}, world=ALONE)
+    saver = alone()
+    with patch.object(storage, "BLOCK_BYTES", 64):  # halves are joined in blocks
+        saver.reserve(kinds())
+    saver.start(tmp_path / "background", 5, kinds(), {"a": 1})
+    written = saver.finish()
+    assert written is not None and written.folder == tmp_path / "background" / "iter_0000005"
+    assert files(tmp_path / "background") == files(tmp_path / "waited")
+
+
+def _both_ways(rank: int, world_size: int, root: Path) -> None:
+    world = world_group(rank, world_size)
+    group = CommGroup.single("tensor", rank)
+    tensors = model(group, filled=True)
+    save_checkpoint(root / "waited", 5, tensors, {}, world=world, replicas=world)
+    saver = AsyncSaver(world=world, replicas=world)
+    saver.start(root / "background", 5, tensors, {})
+    for named in tensors:
+        assert isinstance(named.tensor, torch.Tensor)
+        named.tensor.fill_(0.0)
+    saver.finish()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_write_the_same_files_and_none_changes_after_the_start(tmp_path: Path, world_size: int) -> None:
+    run_distributed(_both_ways, world_size, tmp_path)
+    assert files(tmp_path / "background") == files(tmp_path / "waited")
+
+
+def test_the_copy_is_of_the_moment_and_the_buffer_is_one(tmp_path: Path) -> None:
+    saver, values = alone(), torch.zeros(1000)
+    saver.reserve([whole("model.w", values)])
+    places = {saver._buffer.data_ptr()}
+    for iteration in range(1, 5):
+        values.fill_(iteration)
+        saver.start(tmp_path, iteration, [whole("model.w", values)], {})
+        values.fill_(-1)
+        places.add(saver._buffer.data_ptr())
+        saver.finish()
+        loaded = torch.zeros(1000)
+        load_checkpoint(tmp_path, world=ALONE).load_into([whole("model.w", loaded)], world=ALONE)
+        assert (loaded == iteration).all()
+    assert len(places) == 1
+    assert saver._buffer.numel() == 4000
+
+
+def test_nothing_is_under_its_name_before_it_is_complete_and_the_trainer_hears_of_its_end(tmp_path: Path) -> None:
+    saver, go_on = alone(), threading.Event()
+    save_checkpoint(tmp_path, 1, kinds(), {}, world=ALONE)
+
+    def slow(*arguments: Any) -> Any:
+        go_on.wait()
+        return write_shard(*arguments)
+
+    with patch.object(storage, "write_shard", slow):
+        saver.start(tmp_path, 2, kinds(), {}, afterwards=lambda: ["old ones are deleted"])
+        assert saver.busy and saver.ended() is None
+        assert load_checkpoint(tmp_path, world=ALONE).iteration == 1
+        assert (tmp_path / ".tmp-iter_0000002").is_dir()
+        go_on.set()
+        written = saver.finish()
+    assert written is not None and written.notes == ("old ones are deleted",)
+    assert not saver.busy and saver.finish() is None
+    assert load_checkpoint(tmp_path, world=ALONE).iteration == 2
+
+
+def full_disk(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _ends_of_a_failure(rank: int, world_size: int, root: Path, victim: int) -> tuple[str, str]:
+    """What the first rank hears without a word from the others, and the error that all get."""
+    world = world_group(rank, world_size)
+    saver = AsyncSaver(world=world, replicas=world)
+    tensors = model(CommGroup.single("tensor", rank), filled=True)
+    saver.start(root, 1, tensors, {})
+    saver.finish()
+    with patch.object(storage, "write_shard", full_disk if rank == victim else write_shard):
+        saver.start(root, 2, tensors, {})
+        heard = ""
+        if rank == 0:
+            while (end := saver.ended()) is None:
+                time.sleep(0.01)
+            heard = str(end)
+            assert sorted(os.listdir(root)) == ["iter_0000001", storage.TRACKER_FILE]  # the space is given back
+        with pytest.raises(CheckpointError) as error:
+            saver.finish()
+    assert load_checkpoint(root, world=world).iteration == 1
+    saver.start(root, 2, tensors, {})
+    saver.finish()
+    assert load_checkpoint(root, world=world).iteration == 2
+    return heard, str(error.value)
+
+
+@pytest.mark.parametrize("world_size, victim", [(1, 0), (3, 0), (3, 2)])
+def test_a_failure_on_any_rank_is_known_on_the_first_and_raised_on_all(
+    tmp_path: Path, world_size: int, victim: int
+) -> None:
+    texts = run_distributed(_ends_of_a_failure, world_size, tmp_path, victim, timeout=60)
+    for text in (texts[0][0], *(text for _, text in texts)):
+        assert "saving iteration 2 to " in text
+        assert f"rank {victim} on {os.uname().nodename}: OSError: [Errno 28] No space left on device" in text
+
+
+def _last_words_of_the_first(rank: int, world_size: int, root: Path) -> str:
+    world = world_group(rank, world_size)
+    saver = AsyncSaver(world=world, replicas=world)
+
+    def dies(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with (
+        patch.object(storage, "write_shard", dies if rank == 1 else write_shard),
+        patch.object(async_save, "_LOOK_FOR_LOST_SECONDS", 0.1),
+    ):
+        saver.start(root, 1, model(CommGroup.single("tensor", rank), filled=True), {})
+        end = saver.close(abandoned=never, patience=60.0)
+    (root / "heard").write_text(str(end) if rank == 0 else "")
+    assert not list_checkpoints(root)
+    assert sorted(os.listdir(root)) == ["heard"]
+    return ""
+
+
+def test_a_rank_that_dies_while_it_writes_is_missed(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="died without a word"):
+        run_distributed(_last_words_of_the_first, 2, tmp_path, timeout=30)
+    assert "rank 1 has ended, and left its share unwritten" in (tmp_path / "heard").read_text()
+
+
+def _closed_without_a_word(rank: int, world_size: int, root: Path) -> None:
+    world = world_group(rank, world_size)
+    saver = AsyncSaver(world=world, replicas=world)
+    saver.start(root, 1, model(CommGroup.single("tensor", rank), filled=True), {})
+    end = saver.close(abandoned=never, patience=60.0)
+    assert isinstance(end, Written) == (rank == 0)
+    dist.barrier()
+    assert list_checkpoints(root) == (1,)
+
+
+def test_without_the_trainers_help_a_save_that_has_begun_is_completed(tmp_path: Path) -> None:
+    run_distributed(_closed_without_a_word, 3, tmp_path, timeout=60)
+
+
+@pytest.mark.parametrize("how", ["abandoned", "patience"])
+def test_a_save_that_is_given_up_is_never_published(tmp_path: Path, how: str) -> None:
+    save_checkpoint(tmp_path, 1, kinds(), {}, world=ALONE)
+    saver, go_on = alone(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        result = write_shard(*arguments)
+        if how == "abandoned":
+            go_on.wait()
+        return result
+
+    with patch.object(storage, "write_shard", slow):
+        saver.start(tmp_path, 2, kinds(), {})
+        background = saver._background
+        assert background is not None
+        if how == "abandoned":
+            assert saver.close(abandoned=lambda: True, patience=60.0) is None
+            go_on.set()
+        else:
+            background.writers = [0, 1]  # another rank, of which nothing is known
+            with patch.object(async_save, "has_writer", return_value=True):
+                saver.close(abandoned=never, patience=0.1)
+        background.thread.join(30.0)
+    assert isinstance(background.end, CheckpointError) and "was given up" in str(background.end)
+    assert list_checkpoints(tmp_path) == (1,)
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", storage.TRACKER_FILE]
+
+
+@pytest.mark.parametrize("act", ["reserve", "start"])
+def test_what_can_not_be_saved_is_found_before_anything_is_written(tmp_path: Path, act: str) -> None:
+    saver = alone()
+    tensors = [whole("model.w", torch.ones(2)), whole("model.w", torch.ones(2))]
+    calls: dict[str, Callable[[], object]] = {
+        "reserve": lambda: saver.reserve(tensors),
+        "start": lambda: saver.start(tmp_path, 1, tensors, {}),
+    }
+    with pytest.raises(CheckpointError, match=r"model\.w: two tensors of this rank have this key"):
+        calls[act]()
+    assert not saver.busy
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bug_of_the_thread_is_raised_as_what_it_is(tmp_path: Path) -> None:
+    saver = alone()
+    with patch.object(storage, "write_shard", lambda *_: 1 / 0):
+        saver.start(tmp_path, 1, kinds(), {})
+        with pytest.raises(ZeroDivisionError):
+            saver.finish()
