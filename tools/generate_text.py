@@ -36,7 +36,7 @@ from megatron.inference.generation import Sampling, generate
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.training.initialize import exiting_at_the_start
 
-# A thread goes through so many in 50 ms. Beside other programs, two of them for a tenth of that took ten times as long.
+# A thread goes through so many in 50 ms; what is done sooner has nothing to share.
 WEIGHTS_OF_A_THREAD = 100_000_000
 
 
@@ -98,11 +98,7 @@ def main() -> None:
 
 
 def threads_for(model: nn.Module) -> int:
-    """How many threads a token is worth.
-
-    It passes each weight once. Where that takes less time than threads need to meet, they only wait for each other,
-    and on a machine with other work to do for as long as the scheduler leaves one of them out.
-    """
+    """How many threads a token is worth: it passes each weight once, and threads need time to meet."""
     return max(1, sum(parameter.numel() for parameter in model.parameters()) // WEIGHTS_OF_A_THREAD)
 
 

@@ -1,12 +1,14 @@
 """What the tools share that use a trained model: its flags, the ranks that hold it, lines of JSON that it is given."""
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from command_line import Parser
 from text_tools import read_text, text_of
@@ -66,6 +68,8 @@ def model_in_use(options: argparse.Namespace) -> Iterator[UsedModel]:
     )
     context = join_ranks(opened.config)
     state, speaks = context.state, context.state.rank == 0
+    if context.device.type == "cpu" and state.world.size == 1:  # torchrun gives each of several ranks one thread
+        torch.set_num_threads(free_threads())
     ranks = ModelRanks(tensor=state.tensor, pipeline=state.pipeline, channels=state.channels, world=state.world)
     with context.exiting() if state.world.size > 1 else nullcontext():
         if speaks:
@@ -74,6 +78,16 @@ def model_in_use(options: argparse.Namespace) -> Iterator[UsedModel]:
     if dist.is_initialized():
         destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def free_threads() -> int:
+    """Threads that have a core each: those of torch, less as many as other programs have kept busy in the last minute.
+
+    Threads wait for each other hundreds of times in a forward, and each wait lasts until the scheduler comes back to
+    one that had to let another program run: with two threads on two busy cores, ten times as long as one takes for all.
+    """
+    free = len(os.sched_getaffinity(0)) - round(os.getloadavg()[0])
+    return max(1, min(torch.get_num_threads(), free))
 
 
 def texts_of(path: Path, *, flag: str) -> list[tuple[str, str]]:

@@ -45,13 +45,12 @@ def choose_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
     if sampling.temperature == 0:
         return int(logits.argmax())
     below_best = logits.double() - logits.max()  # divided by the smallest temperature, the best stays finite
-    probabilities, order = torch.softmax(below_best / sampling.temperature, dim=-1).sort(descending=True)
-    kept = torch.ones_like(probabilities, dtype=torch.bool)
-    if sampling.top_k > 0:
-        kept[sampling.top_k :] = False
-    before = probabilities.cumsum(dim=-1) - probabilities
-    kept &= before < sampling.top_p
-    drawn = torch.multinomial(probabilities * kept, 1, generator=generator)
+    probabilities = torch.softmax(below_best / sampling.temperature, dim=-1)
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        return int(torch.multinomial(probabilities, 1, generator=generator))
+    likely, order = probabilities.topk(min(sampling.top_k or len(logits), len(logits)))  # in falling order
+    before = likely.cumsum(dim=-1) - likely
+    drawn = torch.multinomial(likely * (before < sampling.top_p), 1, generator=generator)
     return int(order[drawn])
 
 
@@ -88,7 +87,7 @@ def generate(
         if cache.length == cache.slots:  # all that is remembered has moved by a position, and is of no use
             cache.clear()
         batch = _next_input(texts, cache, model.device)
-        logits = [output[:, -1].cpu() for output in model.run([batch], cache=cache)]  # [b, v], where the output is
+        logits = [output.squeeze(1).cpu() for output in model.run([batch], cache=cache)]  # [b, v], where the output is
         tokens = _agreed(model, [_choose_all(each, sampling, generators) for each in logits], len(texts))
         for text, token in zip(texts, tokens, strict=True):
             text.append(token)

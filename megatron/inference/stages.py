@@ -75,8 +75,8 @@ class StagedModel:
             cache: of the tokens before those of the only micro-batch, which takes those of it.
 
         Returns:
-            Where the output is, for each micro-batch its logits [b, s, v], or with labels its losses [b, s]; elsewhere
-            nothing.
+            Where the output is, for each micro-batch its logits [b, s, v], or with labels its losses [b, s], or with a
+            cache the logits of its last token [b, 1, v]; elsewhere nothing.
         """
         assert cache is None or len(inputs) == 1, "a cache is that of one batch"
         shape = inputs[0].tokens.shape
@@ -103,6 +103,7 @@ class StagedModel:
             labels=batch.labels,
             hidden_states=hidden_states,
             store=cache,
+            last_only=cache is not None,
         )
         return {"output": result} if self.has_output else result
 

@@ -130,6 +130,7 @@ class GPTModel(nn.Module):
         hidden_states: Tensor | None = None,
         dropout: DropoutStream | None = None,
         store: KeyValueStore | None = None,
+        last_only: bool = False,
     ) -> Tensor:
         """One micro-batch through this chunk.
 
@@ -142,6 +143,7 @@ class GPTModel(nn.Module):
             hidden_states: output of the chunk before, [s/t or s, b, h]; None in the chunk with the embedding.
             dropout: the dropout masks of this micro-batch; None for no dropout, as in evaluation.
             store: keys and values of the tokens before these, which takes those of these; for use without gradients.
+            last_only: compute logits of the last token only, as if s were 1 there; not with sequence parallelism.
 
         Returns:
             Without the output head, hidden states [s/t or s, b, h]; with it and `labels`, the loss of each
@@ -174,6 +176,9 @@ class GPTModel(nn.Module):
                 placement=self.placement,
                 vocab_size=self.vocab_size,
             ).t()  # [b, s]
+        if last_only:
+            assert not self.placement.sequence_parallel, "only one rank has the last token"
+            hidden_states = hidden_states[-1:]  # [1, b, h]
         logits = self._logits(hidden_states)  # [s, b, v_padded/t]
         if labels is None:
             whole = gather_from_tensor_parallel_region(logits, self.placement.group)  # [s, b, v_padded]

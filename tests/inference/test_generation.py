@@ -49,10 +49,14 @@ def test_the_most_likely_token_can_be_taken_always(sampling: Sampling) -> None:
     assert drawn(sampling, 50) == [1.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(top_k=2), Sampling(top_p=0.7)])
+@pytest.mark.parametrize("sampling", [Sampling(top_k=2), Sampling(top_p=0.7), Sampling(top_k=2, top_p=0.9)])
 def test_unlikely_tokens_can_be_left_out(sampling: Sampling) -> None:
     assert drawn(sampling) == pytest.approx([2 / 3, 1 / 3, 0, 0], abs=0.1)
     assert drawn(sampling)[2:] == [0.0, 0.0]
+
+
+def test_more_tokens_than_there_are_leave_out_none() -> None:
+    assert drawn(Sampling(top_k=9)) == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.1)
 
 
 def single(config: TransformerConfig, dtype: torch.dtype = torch.float64) -> StagedModel:

@@ -72,6 +72,14 @@ def test_token_after_token_is_the_whole_text(architecture: str) -> None:
 
 
 @torch.no_grad()
+def test_logits_of_the_last_token_are_those_among_all() -> None:
+    model = build(tiny_config())
+    tokens, position_ids, _ = batch()
+    last = model(tokens, position_ids, last_only=True)
+    assert_parity(last, model(tokens, position_ids)[:, -1:])
+
+
+@torch.no_grad()
 def test_bfloat16_takes_the_kernels_that_it_has_without_a_cache() -> None:
     model = build(tiny_config(**ARCHITECTURES["llama"]), dtype=torch.bfloat16)
     tokens, position_ids, _ = batch()

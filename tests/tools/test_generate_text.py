@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from tests.helpers.tokenizer_files import BOTCHAN_MODEL, mistral_model
@@ -132,6 +133,21 @@ def test_a_space_between_prompt_and_text_is_kept() -> None:
     tokenizer = SentencePieceTokenizer(BOTCHAN_MODEL)
     prompt = names_of_tool("generate_text")["Prompt"](number=0, text="a cat", tokens=tokenizer.encode("a cat"))
     assert prompt.continuation(tokenizer, tokenizer.encode("said so")) == " said so"
+
+
+@pytest.mark.parametrize(("weights", "threads"), [(10_000, 1), (99_000_000, 1), (7_000_000_000, 70)])
+def test_a_thread_is_for_many_weights(weights: int, threads: int) -> None:
+    model = torch.nn.Linear(1, weights, bias=False, device="meta")
+    assert names_of_tool("generate_text")["threads_for"](model) == threads
+
+
+@pytest.mark.parametrize(("load", "threads"), [(0.0, 4), (4.2, 4), (5.0, 3), (30.0, 1)])
+def test_threads_leave_cores_to_other_programs(load: float, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = names_of_tool("model_tools")
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    assert tools["free_threads"]() == threads
 
 
 def test_the_tool_streams_one_prompt_as_its_users_start_it(shared_folder: Path) -> None:
