@@ -7,7 +7,7 @@ model that is larger than the memory can be converted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron.config.pipeline_layout import StageLayout
 from megatron.config.problems import UserError, listing
 from megatron.config.transformer import TransformerConfig
 from megatron.core.comm_group import CommGroup
+from megatron.core.kernels.float_halves import narrow_
 from megatron.core.shard import shard_of
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.model.gpt_model import GPTModel
@@ -81,6 +82,31 @@ class PortableModel:
     tokenizer_files: Mapping[str, Path] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
     training: TrainingState | None = field(default=None)
+
+
+def cast(model: PortableModel, dtype: torch.dtype) -> PortableModel:
+    """The model with its weights in a dtype, rounded as a training rounds those that it computes with.
+
+    Raises:
+        ConversionError: a training goes along, whose main weights would be rounded.
+    """
+    if model.training is not None:
+        raise ConversionError(
+            "--dtype would round the weights that a training goes on from; --weights-only leaves it out"
+        )
+    return replace(model, tensors={key: _cast(lazy, dtype) for key, lazy in model.tensors.items()})
+
+
+def _cast(lazy: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    def read() -> Tensor:
+        values = lazy.read()
+        if values.dtype not in (torch.float32, torch.float64):
+            return values.to(dtype)
+        rounded = torch.empty(values.shape, dtype=dtype)
+        narrow_(values, rounded)
+        return rounded
+
+    return LazyTensor(shape=lazy.shape, dtype=dtype, read=read)
 
 
 def global_shapes(config: TransformerConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:

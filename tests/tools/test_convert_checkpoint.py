@@ -1,0 +1,136 @@
+"""The converter as a user starts it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.conversion.hugging_face import read_hugging_face
+from megatron.conversion.native import read_native, write_native
+from megatron.conversion.portable import cast
+from megatron.conversion.self_check import (
+    SAME_WEIGHTS,
+    Side,
+    bound_of,
+    compare,
+    fixed_tokens,
+    layerwise_logits,
+    logits_of,
+)
+from tests.conversion.models import batch, built, made, save, save_tensors
+from tests.conversion.models import logits_of as hugging_face_logits
+from tests.helpers.numerics import assert_bitwise, assert_parity, assert_reference
+from tests.helpers.tools import names, run
+
+CONVERTER = "convert_checkpoint"
+
+
+def test_from_hugging_face_and_back_with_a_check_of_both(tmp_path: Path) -> None:
+    theirs = save(made("qwen2 tied with windows"), tmp_path / "theirs")
+    said = run(CONVERTER, "--from", "hf", "--to", "native", theirs, tmp_path / "native")
+    assert "parameters in float32: 2 layers, hidden 48, 4 heads (2 of keys and values)" in said
+    assert f"{theirs} computed by transformers" in said
+    assert f"{tmp_path / 'native'} computed by this program" in said
+    assert "self-check: largest difference" in said
+
+    back = ("--from", "native", "--to", "hf", "--dtype", "bfloat16", "--no-self-check")
+    assert "self-check" not in run(CONVERTER, *back, tmp_path / "native", tmp_path / "ours")
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    found = load_file(tmp_path / "ours" / "model.safetensors")
+    for name, tensor in load_file(theirs / "model.safetensors").items():
+        assert_bitwise(found[name], tensor.bfloat16(), name)
+
+
+def test_what_transformers_lacks_is_computed_by_this_program(tmp_path: Path) -> None:
+    reference = made("baichuan2")
+    theirs = save(reference, tmp_path / "theirs")
+    tokens = fixed_tokens(61, 40)
+    logits, program = logits_of(Side(form="hf", folder=theirs, options={}), tokens)
+    assert program == "this program, since transformers has no baichuan"
+    assert_reference(logits, hugging_face_logits(reference, tokens).detach(), "logits")
+
+
+def test_a_model_that_computes_something_else_is_found_out(tmp_path: Path) -> None:
+    """As when queries, keys and values were stacked in another order: the same numbers in other rows."""
+    theirs = save(made("llama 2"), tmp_path / "theirs")
+    tensors = load_file(theirs / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    rolled = tensors | {name: tensors[name].roll(12, dims=0)}
+    write_native(read_hugging_face(save_tensors(rolled, theirs, tmp_path / "wrong")), tmp_path / "native")
+    sides = (Side(form="hf", folder=theirs, options={}), Side(form="native", folder=tmp_path / "native", options={}))
+    expected, found = (logits_of(side, fixed_tokens(61, 40))[0] for side in sides)
+    comparison = compare(expected, found, SAME_WEIGHTS)
+    assert not comparison.agrees
+    assert comparison.divergence > 1e-4
+    assert compare(expected, expected, SAME_WEIGHTS).agrees
+
+
+def test_weights_that_were_rounded_may_differ_by_that(tmp_path: Path) -> None:
+    model = read_hugging_face(save(made("llama 2"), tmp_path / "theirs"))
+    assert bound_of(model, model) == bound_of(model, cast(model, torch.float64)) == SAME_WEIGHTS
+    assert bound_of(model, cast(model, torch.bfloat16)) == 16 * 2**-7
+    assert bound_of(model, cast(model, torch.float16)) == 16 * 2**-10
+
+
+def test_logits_layer_by_layer_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    for family in ("gpt2", "llama 3.2", "baichuan2"):
+        model = read_hugging_face(save(made(family), tmp_path / family))
+        tokens, positions, _ = batch()
+        assert_parity(layerwise_logits(model, tokens), built(model, torch.float32)(tokens, positions), family)
+
+
+def test_numbers_that_are_none_do_not_agree() -> None:
+    good, bad = torch.zeros(1, 2, 5), torch.full((1, 2, 7), float("nan"))
+    assert compare(good, good, 1e-4).agrees
+    assert not compare(good, bad, 1e-4).agrees
+    assert not compare(bad, good, 1e-4).agrees
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--from", "hf", "--to", "native", "--true-vocab-size", "9"), "--true-vocab-size belongs to --from megatron"),
+        (("--from", "hf", "--to", "native", "--ckpt-step", "9"), "--ckpt-step belongs to --from native or megatron"),
+        (
+            ("--from", "hf", "--to", "native", "--hf-family", "gpt2"),
+            "--hf-family belongs to --to hf, and",
+        ),
+        (("--from", "hf", "--to", "hf", "--target-tensor-parallel-size", "2"), "belongs to --to megatron"),
+        (("--from", "hf", "--to", "megatron", "--target-tensor-parallel-size", "0"), "(0) must be at least 1"),
+        (("--from", "hf", "--to", "hf", "--dtype", "int8"), "--dtype"),
+        (("--from", "hf", "--to", "hf", "--dtpye", "float32"), "--dtype"),
+        (("--from", "hf", "--to", "hf", "--hf-family", "mistral"), "the model is no mistral"),
+        (("--from", "native", "--to", "hf"), "no checkpoint in"),
+        (("--from", "megatron", "--to", "hf"), "theirs"),
+    ],
+)
+def test_errors_are_one_line_with_what_to_do(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    theirs = save(made("gpt2"), tmp_path / "theirs")
+    assert message in run(CONVERTER, *arguments, theirs, tmp_path / "ours", status=2)
+    assert names(tmp_path) == ["theirs"]
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    theirs = save(made("gpt2"), tmp_path / "theirs")
+    before = {path.name: path.read_bytes() for path in theirs.iterdir()}
+    assert "exists and is not empty" in run(CONVERTER, "--from", "hf", "--to", "hf", theirs, theirs, status=2)
+    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
+
+
+def test_through_megatron_lm_and_back(tmp_path: Path) -> None:
+    """Cut over 2 x 2 ranks; the weights come back bit by bit, without the rows that are only padding."""
+    model = read_hugging_face(save(made("llama 2"), tmp_path / "theirs"))
+    write_native(model, tmp_path / "native")
+    sizes = ("--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2")
+    there = ("--from", "native", "--to", "megatron", *sizes, "--no-self-check")
+    run(CONVERTER, *there, tmp_path / "native", tmp_path / "megatron")
+    back = ("--from", "megatron", "--to", "native", "--true-vocab-size", "61", "--no-self-check")
+    run(CONVERTER, *back, tmp_path / "megatron", tmp_path / "again")
+    again = read_native(tmp_path / "again")
+    assert again.vocab_size == 61
+    for key, lazy in model.tensors.items():
+        assert_bitwise(again.tensors[key].read(), lazy.read(), key)
