@@ -17,7 +17,7 @@ STATES = {"exp_avg": "optimizer.exp_avg", "exp_avg_sq": "optimizer.exp_avg_sq", 
 _RULES = {"adam": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum"]}
 # Old names of the schedule's state.
 _SCHEDULE = {"warmup_steps": "lr_warmup_steps", "decay_steps": "lr_decay_steps", "decay_style": "lr_decay_style"}
-ADVICE = "leave the optimizer out, which a conversion to another form than native does, or save with --no-save-optim"
+ADVICE = "--weights-only leaves the optimizer out"
 
 
 def groups_of(optimizer: Any, source: Path) -> list[Mapping[str, Any]]:

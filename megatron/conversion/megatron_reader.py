@@ -36,8 +36,10 @@ def read_megatron(
     checkpoint = _find(folder, step)
     try:
         return _portable(_read(checkpoint, weights_only=weights_only), checkpoint, true_vocab_size)
-    except ConversionError:
-        raise
+    except ConversionError as error:
+        if str(checkpoint) in str(error):
+            raise
+        raise ConversionError(f"{checkpoint}: {error}") from error
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ConversionError(
             f"{checkpoint}: what is in it has not the form that Megatron-LM gives it: {type(error).__name__} {error}"
