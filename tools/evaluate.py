@@ -5,8 +5,8 @@ python tools/evaluate.py --load checkpoints --data-path data/corpus_text_documen
 python tools/evaluate.py --load checkpoints --last-word lambada.jsonl --json scores.json
 
 --text and --data-path (tokens, as training reads them) are scored token by token: the perplexity is exp(loss). Every
-token counts, the first being predicted from the token that ends a document. The model looks at windows of the length
-that it was trained with; --stride lets them overlap, so that each token has more before it.
+token counts, the first being predicted from the token that ended the document before. The model looks at windows of
+the length that it was trained with; --stride lets them overlap, so that each token has more before it.
 
 --last-word reads one {"text": ...} a line, as LAMBADA has them, and asks for the last word of each.
 
@@ -63,11 +63,11 @@ def main() -> None:
     with model_in_use(options) as used:
         results: dict[str, dict[str, Any]] = {}
         if text is not None:
-            score = score_stream(used, options, str(options.text), np.asarray(used.opened.tokenizer.encode(text)))
+            score = score_stream(used, options, str(options.text), begun(used.opened.tokenizer, text))
             bits = score.nats / log(2) / len(text.encode())
             results["text"] = {"file": str(options.text), **numbers_of(score), "bits_per_byte": bits}
         if ids is not None:
-            score = score_stream(used, options, options.data_path, ids)
+            score = score_stream(used, options, options.data_path, after_end(used.opened.tokenizer, ids))
             results["data"] = {"file": options.data_path, **numbers_of(score)}
         if texts is not None:
             words = score_words(used, options, texts)
@@ -103,8 +103,18 @@ def ids_of(prefix: str) -> Tokens:
     return np.memmap(bin_path(prefix), dtype=dataset.dtype, mode="r")
 
 
+def begun(tokenizer: Tokenizer, text: str) -> Tokens:
+    """A text after what begins it: a token of the tokenizer's own, where it adds one, else the end of a document."""
+    ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
+    return ids if tokenizer.encode("") else after_end(tokenizer, ids)
+
+
+def after_end(tokenizer: Tokenizer, ids: Tokens) -> Tokens:
+    return np.concatenate((np.array([tokenizer.eod]).astype(ids.dtype), ids))
+
+
 def score_stream(used: UsedModel, options: argparse.Namespace, name: str, ids: Tokens) -> Score:
-    """The score of all tokens of a file."""
+    """The score of all tokens of a file but the first of these."""
     opened, rows = used.opened, used.staged.part.vocab_size
     stride = opened.context_length if options.stride is None else options.stride
     if not 1 <= stride <= opened.context_length:
@@ -112,13 +122,16 @@ def score_stream(used: UsedModel, options: argparse.Namespace, name: str, ids: T
             f"--stride ({stride}) must be at least 1 and at most {opened.context_length}, the length of a window: "
             "beyond, there would be tokens between windows"
         )
-    if len(ids) == 0 or not 0 <= ids.min() <= ids.max() < rows:
-        held = f"holds token {ids.max():,}" if len(ids) else "has no token"
-        raise UserError(f"{name}: {held}, and the model knows 0 to {rows - 1:,}: they are of another tokenizer")
-    with progress_of(used, len(ids), name, unit="token") as scored:
+    if len(ids) < 2:
+        raise UserError(f"{name}: has no token to score")
+    if not 0 <= ids.min() <= ids.max() < rows:
+        raise UserError(
+            f"{name}: holds token {ids.max():,}, and the model knows 0 to {rows - 1:,}: it is of another tokenizer"
+        )
+    with progress_of(used, len(ids) - 1, name, unit="token") as scored:
         return score_text(
             used.staged,
-            np.concatenate((np.array([opened.tokenizer.eod], dtype=np.int64), ids)),
+            ids,
             context_length=opened.context_length,
             stride=stride,
             batch_size=options.batch_size,

@@ -224,7 +224,7 @@ def layout_of(checkpoint: Checkpoint) -> str:
     except CheckpointError:
         return "a program that has left no configuration"
     if parallel.world_size is None:
-        return f"a program that does not train, {precision}"
+        return f"a conversion, {precision}"
     sizes = {name: getattr(parallel, field) for name, field in _LAYOUT.items()}
     sizes["data"] = parallel.world_size // prod(sizes.values())
     along = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)

@@ -10,11 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 
 from megatron.inference.load import open_model
 from megatron.inference.perplexity import score_text
 from megatron.inference.stages import ModelRanks
 from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron.tokenizer.tokenizers_tokenizer import huggingface_tokenizer
 from tests.data.corpora import write_corpus
 from tests.helpers.tokenizer_files import BOTCHAN_MODEL
 from tests.helpers.tools import ROOT, names_of_tool, on_ranks, run
@@ -89,6 +94,17 @@ def test_ranks_find_the_scores_of_one_process(folder: Path, tmp_path: Path, tens
     assert outcome.out == [printed] + [""] * (tensor * pipeline - 1)
 
 
+def test_a_text_begins_after_the_end_of_another_or_as_its_tokenizer_begins_it(tmp_path: Path) -> None:
+    begun = names_of_tool("evaluate")["begun"]
+    tokenizer = Backend(WordLevel({"a": 0, "b": 1, "<s>": 2, "</s>": 3}, unk_token="a"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert begun(huggingface_tokenizer(tmp_path), "a b").tolist() == [3, 0, 1]
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert begun(huggingface_tokenizer(tmp_path), "a b").tolist() == [2, 0, 1]
+
+
 def test_last_words_are_asked_for(folder: Path) -> None:
     results, printed = evaluate(folder, "--last-word", folder / "words.jsonl", "--batch-size", "2")
     assert results["last_word"]["words"] == 3
@@ -131,7 +147,7 @@ def test_a_file_that_cannot_be_scored_is_refused(
 def test_tokens_of_another_tokenizer_are_refused(folder: Path, tmp_path: Path) -> None:
     write_corpus(tmp_path / "other", [[[1, 2, 1000]]])
     said = refused(folder, "--data-path", tmp_path / "other")
-    assert said == f"{tmp_path}/other: holds token 1,000, and the model knows 0 to 999: they are of another tokenizer"
+    assert said == f"{tmp_path}/other: holds token 1,000, and the model knows 0 to 999: it is of another tokenizer"
 
 
 @pytest.mark.parametrize(
