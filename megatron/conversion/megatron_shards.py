@@ -35,21 +35,24 @@ def merged(name: str, parts: Sequence[LazyTensor], *, gated: bool) -> LazyTensor
     Raises:
         ConversionError: the parts do not fit each other.
     """
-    first, dim = parts[0], split_dimension(name)
-    if dim is None or len(parts) == 1:
+    first, dim, size = parts[0], split_dimension(name), len(parts)
+    if dim is None or size == 1:
         return first
-    rest = [(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts]
-    if len(first.shape) <= dim or any(other != rest[0] for other in rest) or any(p.dtype != first.dtype for p in parts):
+    if len(first.shape) <= dim or any((part.shape, part.dtype) != (first.shape, first.dtype) for part in parts):
         shapes = ", ".join(f"{list(part.shape)} {part.dtype}" for part in parts)
         raise ConversionError(f"{name}: its parts on the tensor-parallel ranks do not fit each other: {shapes}")
     blocks = 2 if gated and name.endswith(_GATED_ROWS) else 1
+    shape = (*first.shape[:dim], first.shape[dim] * size, *first.shape[dim + 1 :])
 
     def read() -> Tensor:
-        rows = [part.read().chunk(blocks, dim) for part in parts]
-        return torch.cat([row[block] for block in range(blocks) for row in rows], dim)
+        whole = torch.empty(shape, dtype=first.dtype)
+        places = [block.chunk(size, dim) for block in whole.chunk(blocks, dim)]
+        for rank, part in enumerate(parts):
+            for place, values in zip(places, part.read().chunk(blocks, dim)):
+                place[rank].copy_(values)
+        return whole
 
-    length = sum(part.shape[dim] for part in parts)
-    return LazyTensor(shape=(*first.shape[:dim], length, *first.shape[dim + 1 :]), dtype=first.dtype, read=read)
+    return LazyTensor(shape=shape, dtype=first.dtype, read=read)
 
 
 def cut(name: str, whole: Tensor, rank: int, size: int, *, gated: bool) -> Tensor:
