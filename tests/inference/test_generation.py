@@ -170,8 +170,10 @@ def generate_on_ranks(
     return texts(StagedModel(model, ranks), PROMPTS, 20)
 
 
-@pytest.mark.parametrize("tensor, pipeline", [(2, 1), (1, 2), (2, 2), (1, 4), (4, 1)])
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "alibi"])
+@pytest.mark.parametrize(
+    "architecture, tensor, pipeline",
+    [("gpt2", 2, 2), ("gpt2", 1, 3), ("llama", 4, 1), ("llama", 1, 2), ("alibi", 2, 1), ("window", 1, 4)],
+)
 def test_every_layout_of_ranks_writes_the_same_text(architecture: str, tensor: int, pipeline: int) -> None:
     settings = ARCHITECTURES[architecture]
     model = build(tiny_config(num_layers=4, **settings))

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron.training.saving import save_run
+from tests.data.corpora import write_corpus
 from tests.helpers.tokenizer_files import BOTCHAN_MODEL, mistral_model
 from tests.helpers.tools import ROOT, command, names_of_tool, on_ranks, run
 from tests.training.runs import trained
@@ -217,6 +219,17 @@ def test_what_all_ranks_refuse_is_said_once(shared_folder: Path, tmp_path: Path)
     outcome = on_ranks("generate_text", *words, "--tensor-model-parallel-size", "2", ranks=2, folder=tmp_path)
     assert outcome.codes == [2, 2]
     assert "".join(outcome.err).count("error: ") == 1
+
+
+def test_weights_that_are_not_finite_are_said(tmp_path: Path) -> None:
+    training, _ = trained("--train-iters", "1")
+    for named in training.optimizer.named_main_parameters():
+        named.tensor[0] = float("nan")
+    save_run(training, tmp_path / "checkpoints")
+    corpus = write_corpus(tmp_path / "corpus", [[[1, 2, 3]]])
+    for tool, words in (("generate_text", ["--prompt", "1"]), ("evaluate", ["--data-path", str(corpus)])):
+        said = run(tool, "--load", tmp_path / "checkpoints", *words, status=2)
+        assert "are not finite, as when weights hold NaN; --ckpt-step takes an earlier" in said
 
 
 def test_the_smallest_temperature_takes_the_most_likely_token(trained_folder: Path) -> None:
