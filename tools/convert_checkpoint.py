@@ -25,11 +25,12 @@ from megatron.config.problems import UserError
 from megatron.conversion.families import FAMILIES
 from megatron.conversion.hugging_face import read_hugging_face, write_hugging_face
 from megatron.conversion.megatron_reader import read_megatron
-from megatron.conversion.megatron_writer import write_megatron
+from megatron.conversion.megatron_writer import IMPLEMENTATIONS, write_megatron
 from megatron.conversion.native import read_native, write_native
 from megatron.conversion.portable import LazyTensor, PortableModel, cast
 from megatron.conversion.self_check import Side, bound_of, fixed_tokens, self_check
 from megatron.conversion.whole_folder import refuse_existing
+from megatron.core.allocator import give_freed_memory_back
 
 FORMS = ("hf", "native", "megatron")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -40,6 +41,8 @@ WRITING = {
     "target_tensor_parallel_size": ("megatron",),
     "target_pipeline_parallel_size": ("megatron",),
     "target_virtual_pipeline_parallel_size": ("megatron",),
+    "target_transformer_impl": ("megatron",),
+    "target_make_vocab_size_divisible_by": ("megatron",),
 }
 
 
@@ -58,6 +61,14 @@ def parser() -> Parser:
     made.add_argument("--hf-family", choices=[family.name for family in FAMILIES], help="default: the first that fits")
     for what, of in (("tensor", "ranks"), ("pipeline", "stages"), ("virtual-pipeline", "model chunks a stage")):
         made.add_argument(f"--target-{what}-parallel-size", type=int, help=f"{of} in OUT (default 1)")
+    made.add_argument(
+        "--target-transformer-impl",
+        choices=IMPLEMENTATIONS,
+        help=f"--transformer-impl of the Megatron-LM that loads OUT (default {IMPLEMENTATIONS[0]})",
+    )
+    made.add_argument(
+        "--target-make-vocab-size-divisible-by", type=int, help="pads the vocabulary of OUT with zeros (default 128)"
+    )
     made.add_argument("--no-self-check", action="store_true", help="do not compare the logits of IN and OUT")
     return made
 
@@ -102,6 +113,8 @@ def write(model: PortableModel, options: argparse.Namespace) -> None:
             tensor=options.target_tensor_parallel_size or 1,
             pipeline=options.target_pipeline_parallel_size or 1,
             virtual=options.target_virtual_pipeline_parallel_size or 1,
+            make_vocab_size_divisible_by=options.target_make_vocab_size_divisible_by or 128,
+            transformer_impl=options.target_transformer_impl or IMPLEMENTATIONS[0],
         )
 
 
@@ -143,6 +156,7 @@ def described(model: PortableModel) -> str:
 def main() -> None:
     options = parser().read()
     check_options(options)
+    give_freed_memory_back()
     refuse_existing(options.output)
     given = reader_options(options)
     model = read(options.source, options.input, given)

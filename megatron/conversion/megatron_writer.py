@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,7 +25,8 @@ from megatron.conversion.whole_folder import whole_folder
 # Linear layers of core keep a state of their implementation, which is nothing here but is looked for.
 _LINEAR = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
 
-Implementation = Literal["local", "transformer_engine"]
+Implementation = Literal["transformer_engine", "local"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 
 def write_megatron(
@@ -36,7 +37,7 @@ def write_megatron(
     pipeline: int = 1,
     virtual: int = 1,
     make_vocab_size_divisible_by: int = 128,
-    transformer_impl: Implementation = "local",
+    transformer_impl: Implementation = "transformer_engine",
 ) -> None:
     """Write a model into a folder that does not exist, or is empty.
 
@@ -44,7 +45,8 @@ def write_megatron(
         tensor, pipeline, virtual: tensor-parallel ranks, pipeline stages, model chunks of each stage.
         make_vocab_size_divisible_by: with the tensor-parallel size, of what the rows of the vocabulary become a
             multiple, by rows of zeros.
-        transformer_impl: whose names the norms get, as the flag of Megatron-LM says.
+        transformer_impl: whose names the norms get, by the flag of Megatron-LM and its default. With other names it
+            would load all but the norms.
 
     Raises:
         ConversionError: Megatron-LM can not hold the model, or not in these sizes; or the folder is not empty.

@@ -51,7 +51,7 @@ def tiny_model(vocab_size: int = 61, dtype: torch.dtype = torch.float32, **setti
 def test_what_is_written_is_what_megatron_wrote(name: str, written: str, sizes: dict[str, int], tmp_path: Path) -> None:
     """The same files, in each the same tensors in the same order, with the same bits."""
     model = read_megatron(CHECKPOINTS / name, weights_only=True)
-    write_megatron(model, tmp_path / "out", make_vocab_size_divisible_by=8, **sizes)
+    write_megatron(model, tmp_path / "out", make_vocab_size_divisible_by=8, transformer_impl="local", **sizes)
     (theirs,) = (CHECKPOINTS / written).glob("iter_*")
     files = sorted(path.relative_to(theirs) for path in theirs.glob(f"*/{FILE}"))
     ours = tmp_path / "out" / "release"
@@ -92,6 +92,18 @@ def test_what_is_written_reads_back_bit_for_bit(
     assert sorted(mine) == sorted(theirs)
     for key, tensor in theirs.items():
         assert_bitwise(mine[key], tensor, key)
+
+
+def test_the_norms_have_the_names_of_the_implementation_that_loads_them(tmp_path: Path) -> None:
+    model = tiny_model()
+    write_megatron(model, tmp_path / "engine")
+    write_megatron(model, tmp_path / "local", transformer_impl="local")
+    names = {"engine": "self_attention.linear_qkv.layer_norm_weight", "local": "input_layernorm.weight"}
+    for folder, name in names.items():
+        state = contents(tmp_path / folder / "release" / "mp_rank_00" / FILE)
+        assert f"decoder.layers.3.{name}" in state["model"]
+        assert not any(other in key for other in names.values() if other != name for key in state["model"])
+    assert state["args"].transformer_impl == "local"
 
 
 def test_fewer_query_groups_than_ranks_are_cut_where_megatron_cuts_them(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.conversion.hugging_face import read_hugging_face
+from megatron.conversion.megatron_reader import read_megatron
 from megatron.conversion.native import read_native, write_native
 from megatron.conversion.portable import cast
 from megatron.conversion.self_check import (
@@ -126,8 +127,10 @@ def test_through_megatron_lm_and_back(tmp_path: Path) -> None:
     model = read_hugging_face(save(made("llama 2"), tmp_path / "theirs"))
     write_native(model, tmp_path / "native")
     sizes = ("--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2")
-    there = ("--from", "native", "--to", "megatron", *sizes, "--no-self-check")
+    padding = ("--target-make-vocab-size-divisible-by", "8", "--target-transformer-impl", "local")
+    there = ("--from", "native", "--to", "megatron", *sizes, *padding, "--no-self-check")
     run(CONVERTER, *there, tmp_path / "native", tmp_path / "megatron")
+    assert read_megatron(tmp_path / "megatron").vocab_size == 64
     back = ("--from", "megatron", "--to", "native", "--true-vocab-size", "61", "--no-self-check")
     run(CONVERTER, *back, tmp_path / "megatron", tmp_path / "again")
     again = read_native(tmp_path / "again")
