@@ -75,7 +75,8 @@ def read_config(arguments: Mapping[str, Any], source: str) -> TransformerConfig:
             values["rope_scaling_factor"] = arguments.get("rope_scaling_factor", 8.0)
     options = {option.field: option for option in section_options("model", TransformerConfig)}
     fitting = {name: _fitted(options[name], value) for name, value in values.items()}
-    wrong = [f"  {flag_name(name)} {values[name]!r} is no value of it" for name, ok in fitting.items() if ok is _MISFIT]
+    misfits = [name for name, value in fitting.items() if value is _MISFIT]
+    wrong = [f"  {flag_name(name)} {_shown(values[name])} is no value of it" for name in misfits]
     wrong += [
         f"  {option.name} is missing" for option in options.values() if option.required and option.field not in values
     ]
@@ -94,7 +95,7 @@ def _refusals(arguments: Mapping[str, Any]) -> Iterator[str]:
         if value not in neutral:
             flag = _FLAGS.get(name, flag_name(name))
             known = known_flag(flag)
-            shown = "" if value is True else f" {value}" if isinstance(value, (int, float, str)) else " …"
+            shown = "" if value is True else f" {_shown(value)}"
             yield f"  {flag}{shown}: {known.reason if known is not None else 'is not available in this version'}"
 
 
@@ -118,6 +119,11 @@ def _positions(arguments: Mapping[str, Any]) -> Any:
         return "rope"
     kind = arguments.get("position_embedding_type", "learned_absolute")
     return "none" if kind == "learned_absolute" and not arguments.get("add_position_embedding", True) else kind
+
+
+def _shown(value: Any) -> str:
+    """A plain value in an error; of any other, which can be as large as it likes, the type."""
+    return str(value)[:80] if isinstance(value, int | float | str) else f"of type {type(value).__name__}"
 
 
 _MISFIT = object()

@@ -11,6 +11,7 @@ The layers of a model are stacked: one tensor [layers, …] holds those of all, 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_args import read_config
 from megatron.conversion.megatron_buffers import KINDS, bucket_limit, flat_buckets
 from megatron.conversion.megatron_contents import MegatronContents
-from megatron.conversion.megatron_names import EMBEDDING, OUTPUT, native_name, registration_order
+from megatron.conversion.megatron_names import EMBEDDING, OUTPUT, chunk_names, native_name
 from megatron.conversion.megatron_optimizer import ADVICE, STATES, common_step, groups_of, training_state
 from megatron.conversion.megatron_shards import ChunkTensors, assembled, cut_shape
 from megatron.conversion.pickles import StandIn, read_pickle, read_torch_file
@@ -165,7 +166,9 @@ def _place(folder: Path, fields: Mapping[str, Any]) -> _Place:
     path = folder / _INDEX
     if fields.get("transform_descriptors"):
         raise ConversionError(f"{path}: {name} is compressed or otherwise transformed, which can not be undone")
-    if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+    if type(name) is not str:
+        raise ConversionError(f"{path}: a file is named by a {type(name).__name__}")
+    if Path(name).name != name or name in ("", ".", ".."):
         raise ConversionError(f"{path}: names the file {name!r}, which is not the plain name of one in the folder")
     if not (folder / name).is_file():
         raise ConversionError(f"{folder / name} is missing, which {_INDEX} names")
@@ -269,15 +272,22 @@ def _from_buffers(
     if uneven or any(arguments.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")):
         raise ConversionError(f"{folder}: its stages have different numbers of layers, and so its buffers; {ADVICE}")
     shapes = global_shapes(config, vocab_size)
+    with_copy = {OUTPUT: shapes[EMBEDDING], **shapes}
+    layers = config.num_layers // (pipeline * virtual)
     joined = arguments.get("transformer_impl") == "transformer_engine"
     chunks: dict[tuple[int, int], list[ChunkTensors]] = {}
     for number in range(virtual):
         for stage in range(pipeline):
-            layers = config.num_layers // (pipeline * virtual)
-            first, last = (number, stage) == (0, 0), (number, stage) == (virtual - 1, pipeline - 1)
-            local = _local_shapes(shapes, config, layers, tensor, first=first, last=last, joined=joined)
+            names = chunk_names(
+                shapes,
+                layers,
+                first=(number, stage) == (0, 0),
+                last=(number, stage) == (virtual - 1, pipeline - 1),
+                tied=config.tied_embeddings,
+                joined=joined,
+            )
             buckets = flat_buckets(
-                local,
+                {name: cut_shape(name, with_copy[name], tensor) for name in names},
                 limit=bucket_limit(arguments, number),
                 shared_embedding=pipeline > 1 and config.tied_embeddings,
             )
@@ -292,31 +302,7 @@ def _from_buffers(
                                 f"{bucket.length} elements of {stored_kind}, and does not; {ADVICE}"
                             )
                         for name, (start, shape) in bucket.places.items():
-                            box = Box(offset=(start,), shape=(_volume(shape),))
+                            box = Box(offset=(start,), shape=(math.prod(shape),))
                             states.setdefault(kind, {})[name] = flat.part(box, shape)
                 chunks.setdefault((number, stage), []).append(states)
     return assembled(chunks, config)
-
-
-def _volume(shape: tuple[int, ...]) -> int:
-    return Box.whole(shape).volume
-
-
-def _local_shapes(
-    shapes: Mapping[str, tuple[int, ...]],
-    config: TransformerConfig,
-    layers: int,
-    tensor: int,
-    *,
-    first: bool,
-    last: bool,
-    joined: bool,
-) -> dict[str, tuple[int, ...]]:
-    """The parameters of a chunk on a rank, in the order of their registration, with layers counted from 0."""
-    names = set(shapes) if first else {name for name in shapes if not name.startswith("embedding.")}
-    if not last:
-        names = {name for name in names if not name.startswith(("decoder.final_layernorm.", "output_layer."))}
-    elif config.tied_embeddings and not first:
-        names.add(OUTPUT)
-    whole = {OUTPUT: shapes[EMBEDDING], **shapes}
-    return {name: cut_shape(name, whole[name], tensor) for name in registration_order(names, layers, joined=joined)}

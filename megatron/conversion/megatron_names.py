@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron.conversion.portable import ConversionError
@@ -97,15 +97,21 @@ def with_layer(name: str, shift: int) -> str:
     return _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + shift}.", name)
 
 
-def registration_order(names: Container[str], num_layers: int, *, joined: bool) -> list[str]:
-    """Those of `names` that a model of so many layers has, in the order in which Megatron core registers them.
+def chunk_names(
+    names: Iterable[str], num_layers: int, *, first: bool, last: bool, tied: bool, joined: bool
+) -> list[str]:
+    """Of a model's parameters those of one of its chunks, in the order in which Megatron core registers them.
 
     Args:
+        num_layers: of the chunk, counted from 0.
+        first, last: whether the chunk has the embeddings, and the final norm and the output layer.
+        tied: the output layer has the weight of the word embeddings, of which a chunk without these has a copy.
         joined: of a model of Transformer Engine.
     """
-    modules = ["embedding.word_embeddings", "embedding.position_embeddings"]
+    modules = ["embedding.word_embeddings", "embedding.position_embeddings"] if first else []
     for layer in range(num_layers):
         modules += [f"decoder.layers.{layer}.{part}" for part in (_IN_JOINED_LAYER if joined else _IN_LAYER)]
-    modules += ["decoder.final_layernorm", "output_layer"]
+    modules += ["decoder.final_layernorm", "output_layer"] if last else []
+    present = {*names, OUTPUT} if tied and not first else set(names)
     every = (f"{module}.{kind}" for module in modules for kind in ("weight", "bias"))
-    return [name for name in every if name in names]
+    return [name for name in every if name in present]

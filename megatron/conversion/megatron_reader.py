@@ -14,6 +14,7 @@ from megatron.conversion.megatron_names import EMBEDDING, OUTPUT
 from megatron.conversion.megatron_optimizer import ADVICE
 from megatron.conversion.megatron_shards import check_tensors
 from megatron.conversion.megatron_torch import has_torch_layout, read_torch_layout
+from megatron.conversion.pickles import in_words
 from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel
 
 
@@ -42,7 +43,7 @@ def read_megatron(
         raise ConversionError(f"{checkpoint}: {error}") from error
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ConversionError(
-            f"{checkpoint}: what is in it has not the form that Megatron-LM gives it: {type(error).__name__} {error}"
+            f"{checkpoint}: what is in it has not the form that Megatron-LM gives it: {in_words(error)}"
         ) from error
 
 

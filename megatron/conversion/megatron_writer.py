@@ -16,7 +16,7 @@ from megatron.config.tokenizer import padded_vocab_size
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_args import write_arguments
 from megatron.conversion.megatron_contents import RELEASE, TRACKER
-from megatron.conversion.megatron_names import EMBEDDING, OUTPUT, joined_name, registration_order, with_layer
+from megatron.conversion.megatron_names import EMBEDDING, OUTPUT, chunk_names, joined_name, with_layer
 from megatron.conversion.megatron_shards import cut, cut_shape
 from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel, global_shapes
 from megatron.conversion.torch_writer import TensorToCome, TorchWriter
@@ -126,23 +126,23 @@ def _stage_names(
     config: TransformerConfig, stage: int, *, pipeline: int, virtual: int, joined: bool
 ) -> list[dict[str, str]]:
     """Of each chunk of a stage the tensors: by the name with layers counted from 0, the key in the model."""
-    every = set(global_shapes(config, 1))
+    every = global_shapes(config, 1)
     layers = config.num_layers // (pipeline * virtual)
     chunks = []
     for number in range(virtual):
-        has_embedding = (number, stage) == (0, 0)
-        has_output = (number, stage) == (virtual - 1, pipeline - 1)
-        names = {name for name in every if has_embedding or not name.startswith("embedding.")}
-        if not has_output:
-            names = {name for name in names if not name.startswith(("decoder.final_layernorm.", "output_layer."))}
-        elif config.tied_embeddings and not has_embedding:
-            names.add(OUTPUT)
+        names = chunk_names(
+            every,
+            layers,
+            first=(number, stage) == (0, 0),
+            last=(number, stage) == (virtual - 1, pipeline - 1),
+            tied=config.tied_embeddings,
+            joined=joined,
+        )
         before = (number * pipeline + stage) * layers
-        chunk = {}
-        for name in registration_order(names, layers, joined=joined):
-            ours = EMBEDDING if name == OUTPUT and config.tied_embeddings else with_layer(name, before)
-            chunk[name] = f"model.{ours}"
-        chunks.append(chunk)
+        ours = {name: with_layer(name, before) for name in names}
+        if config.tied_embeddings and OUTPUT in ours:
+            ours[OUTPUT] = EMBEDDING
+        chunks.append({name: f"model.{own}" for name, own in ours.items()})
     return chunks
 
 

@@ -215,7 +215,12 @@ def _reported(path: Path, read: Callable[[], Any]) -> Any:
     except (ConversionError, FileNotFoundError, PermissionError):
         raise
     except Exception as error:
-        raise ConversionError(f"{path}: can not be read as a file of torch.save: {error}") from error
+        raise ConversionError(f"{path}: can not be read as a file of torch.save: {in_words(error)}") from error
+
+
+def in_words(error: Exception) -> str:
+    """What an error says, as far as in words: a value from a file can be larger than the memory when it is shown."""
+    return " ".join([type(error).__name__, *(part for part in error.args if isinstance(part, str))])
 
 
 def _read_file(path: Path, start: int, length: int | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 from collections import OrderedDict
@@ -406,11 +407,11 @@ def set_argument(**values: Any) -> Callable[[str, Any], None]:
         ({"softmax_type": "learnable"}, "--softmax-type learnable: this form of attention"),
         ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
         ({"quick_geglu": True}, "--quick-geglu: this activation"),
-        ({"position_embedding_type": "yarn"}, "--position-embedding-type 'yarn' is no value of it"),
-        ({"normalization": "BatchNorm"}, "--normalization 'BatchNorm' is no value"),
+        ({"position_embedding_type": "yarn"}, "--position-embedding-type yarn is no value of it"),
+        ({"normalization": "BatchNorm"}, "--normalization BatchNorm is no value"),
         ({"num_layers": -3}, "--num-layers -3 is no value"),
         ({"num_layers": 10**9}, "--num-layers 1000000000 is no value"),
-        ({"hidden_size": "wide"}, "--hidden-size 'wide' is no value"),
+        ({"hidden_size": "wide"}, "--hidden-size wide is no value"),
         (
             {"num_attention_heads": 7, "kv_channels": None},
             "--hidden-size 32: must be divisible by --num-attention-heads 7",
@@ -472,6 +473,18 @@ def test_a_state_that_is_not_of_these_weights_is_refused(name: str, tmp_path: Pa
     with pytest.raises(ConversionError, match=text):
         read_megatron(copy)
     assert read_megatron(copy, weights_only=True).training is None
+
+
+def test_a_value_that_would_fill_the_memory_is_not_shown(tmp_path: Path) -> None:
+    """A list of a list twice, and so on: a few bytes in the file, and 2^60 words in a message."""
+    nested: list[Any] = []
+    for _ in range(60):
+        nested = [nested, nested]
+    state = {"args": argparse.Namespace(num_layers=2, hidden_size=nested), "model": {}}
+    (tmp_path / "mp_rank_00").mkdir()
+    torch.save(state, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
+    with pytest.raises(ConversionError, match="--hidden-size of type list is no value of it"):
+        read_megatron(tmp_path)
 
 
 def test_content_of_another_form_is_refused_and_the_file_named(tmp_path: Path) -> None:
