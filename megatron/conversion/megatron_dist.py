@@ -231,6 +231,11 @@ def _whole_tensors(
             if prefix is None or not with_training:
                 continue
             kind, name = _STATE_KINDS[prefix], key.removeprefix(prefix)
+            if name in tensors and tensors[name].shape != stored.shape:
+                raise ConversionError(
+                    f"{key}: has the shape {list(stored.shape)}, and the weight {list(tensors[name].shape)}: the "
+                    f"distributed optimizer of older versions kept flat parts of tensors, which are not read; {ADVICE}"
+                )
         for full, tensor in _layers(name, stored, config):
             ours = native_name(full)
             if ours is not None and not (ours == OUTPUT and config.tied_embeddings):

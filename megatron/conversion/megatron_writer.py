@@ -5,6 +5,7 @@ They are a release: weights without a training, as for `--load FOLDER --ckpt-for
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -66,56 +67,50 @@ def write_megatron(
     )
     with whole_folder(folder) as unfinished:
         for stage in range(pipeline):
-            names = _stage_names(config, stage, pipeline=pipeline, virtual=virtual, joined=joined)
-            tensors = [
-                {name: _padded(name, model.tensors[key], padded) for name, key in chunk.items()} for chunk in names
+            chunks = [
+                {name: _padded(name, model.tensors[key], padded) for name, key in chunk.items()}
+                for chunk in _stage_names(config, stage, pipeline=pipeline, virtual=virtual, joined=joined)
             ]
-            states = [
-                {
-                    "args": arguments,
-                    "checkpoint_version": 3.0,
-                    "iteration": 0,
-                    **_described(tensors, tensor, joined=joined),
-                }
-                for _ in range(tensor)
-            ]
-            with ExitStack() as files:
-                writers = []
-                for rank, state in enumerate(states):
-                    name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "")
-                    path = unfinished / RELEASE / name / "model_optim_rng.pt"
-                    path.parent.mkdir(parents=True)
-                    writers.append(files.enter_context(TorchWriter(path, state)))
-                for chunk in tensors:
-                    for name, lazy in chunk.items():
-                        whole = lazy.read()
-                        for rank, writer in enumerate(writers):
-                            writer.write(cut(name, whole, rank, tensor, gated=config.gated))
+            state = {
+                "args": arguments,
+                "checkpoint_version": 3.0,
+                "iteration": 0,
+                **_described(chunks, tensor, joined=joined),
+            }
+            ranks = [f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "") for rank in range(tensor)]
+            _write_stage([unfinished / RELEASE / rank for rank in ranks], state, chunks, gated=config.gated)
         (unfinished / TRACKER).write_text(RELEASE)
+
+
+def _write_stage(
+    folders: Sequence[Path], state: Mapping[str, Any], chunks: Sequence[Mapping[str, LazyTensor]], *, gated: bool
+) -> None:
+    """The files of a stage's tensor-parallel ranks side by side, so that each tensor is read once."""
+    with ExitStack() as files:
+        writers = []
+        for folder in folders:
+            folder.mkdir(parents=True)
+            writers.append(files.enter_context(TorchWriter(folder / "model_optim_rng.pt", state)))
+        for chunk in chunks:
+            for name, lazy in chunk.items():
+                whole = lazy.read()
+                for rank, writer in enumerate(writers):
+                    writer.write(cut(name, whole, rank, len(writers), gated=gated))
 
 
 def _check_sizes(config: TransformerConfig, *, tensor: int, pipeline: int, virtual: int) -> None:
     """Refuse sizes that do not divide the model, and chunks without stages to go round."""
-    groups = config.query_groups
-    divided = (
-        (f"--tensor-model-parallel-size {tensor}", tensor, config.num_attention_heads, "query heads"),
-        (
-            f"--tensor-model-parallel-size {tensor}",
-            min(tensor, groups),
-            max(tensor, groups),
-            "query groups, or they it",
-        ),
-        (f"--tensor-model-parallel-size {tensor}", tensor, config.ffn_size, "columns of the MLP"),
-        (
-            f"--pipeline-model-parallel-size {pipeline} x {virtual} chunks",
-            pipeline * virtual,
-            config.num_layers,
-            "layers",
-        ),
-    )
-    for flag, size, number, what in divided:
+    ranks, groups = f"--tensor-model-parallel-size {tensor}", config.query_groups
+    stages = f"--pipeline-model-parallel-size {pipeline} x {virtual} chunks"
+    for flag, size, number, what in (
+        (ranks, tensor, config.num_attention_heads, "query heads"),
+        (ranks, tensor, config.ffn_size, "columns of the MLP"),
+        (stages, pipeline * virtual, config.num_layers, "layers"),
+    ):
         if number % size:
             raise ConversionError(f"{flag}: must divide the {number} {what}")
+    if groups % tensor and tensor % groups:
+        raise ConversionError(f"{ranks}: must divide the {groups} query groups, or be a multiple of them")
     if virtual > 1 and pipeline == 1:
         raise ConversionError(
             f"{virtual} chunks a stage: Megatron-LM has them from --pipeline-model-parallel-size 2 on"

@@ -21,6 +21,7 @@ from tests.helpers.numerics import assert_bitwise
 PLAIN = "llama_gqa/torch_dist"
 FLAT = "distributed_optimizer_dp2/torch_dist_distributed_optimizer"
 EMBEDDING = "embedding.word_embeddings.weight"
+BUFFER = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0."
 
 
 def copied(name: str, target: Path, change: Callable[[Metadata], None] = lambda index: None) -> Path:
@@ -50,6 +51,18 @@ def test_a_copied_index_reads_like_the_first_one(tmp_path: Path) -> None:
     assert sorted(one) == sorted(found)
     for key, value in one.items():
         assert_bitwise(found[key], value, key)
+
+
+def reshape(index: Metadata, key: str, *shape: int) -> None:
+    """Give a tensor of one chunk another shape."""
+    entry = tensor(index, key)
+    entry.size, entry.chunks = torch.Size(shape), [replace(entry.chunks[0], sizes=torch.Size(shape))]
+
+
+def rename(index: Metadata, old: str, new: str) -> None:
+    index.state_dict_metadata[new] = index.state_dict_metadata.pop(old)
+    for entry in [entry for entry in index.storage_data if entry.fqn == old]:
+        index.storage_data[replace(entry, fqn=new)] = index.storage_data.pop(entry)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -164,19 +177,20 @@ CHANGES: dict[str, tuple[str, Callable[[Metadata], None], str]] = {
         lambda index: index.state_dict_metadata.pop("optimizer.state.exp_avg.output_layer.weight"),
         r"optimizer\.exp_avg\.output_layer\.weight \[160, 32\] is missing",
     ),
+    "a moment in flat parts": (
+        PLAIN,
+        lambda index: reshape(index, "optimizer.state.exp_avg.output_layer.weight", 1, 160 * 32),
+        "kept flat parts of tensors, which are not read; --weights-only leaves",
+    ),
     "a buffer less": (
         FLAT,
-        lambda index: index.state_dict_metadata.pop(
-            "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0.exp_avg"
-        ),
+        lambda index: index.state_dict_metadata.pop(f"{BUFFER}exp_avg"),
         "should hold 8576 elements of exp_avg, and does not",
     ),
     "a buffer of another form": (
         FLAT,
-        lambda index: index.state_dict_metadata.update(
-            {"optimizer.distributed.dp_group_idx_0.per_parameter": tensor(index, EMBEDDING)}
-        ),
-        "belongs to a form of the optimizer that is not known|not where it is",
+        lambda index: rename(index, f"{BUFFER}exp_avg", "optimizer.distributed.dp_group_idx_0.per_parameter"),
+        "belongs to a form of the optimizer that is not known",
     ),
     "no tensors": (PLAIN, lambda index: setattr(index, "state_dict_metadata", None), "is no index of"),
 }

@@ -157,6 +157,17 @@ def test_torch_loads_what_is_written(dtype: torch.dtype, tmp_path: Path) -> None
         ({"add_bias_linear": False}, {}, "--disable-bias-linear: Megatron-LM has the tanh GELU fused with a bias only"),
         ({}, {"pipeline": 3}, "--pipeline-model-parallel-size 3 x 1 chunks: must divide the 4 layers"),
         ({}, {"tensor": 3}, "--tensor-model-parallel-size 3: must divide the 4 query heads"),
+        (
+            {
+                "hidden_size": 24,
+                "num_attention_heads": 12,
+                "ffn_hidden_size": 48,
+                "group_query_attention": True,
+                "num_query_groups": 4,
+            },
+            {"tensor": 6},
+            "--tensor-model-parallel-size 6: must divide the 4 query groups, or be a multiple",
+        ),
         ({"ffn_hidden_size": 42}, {"tensor": 4}, "--tensor-model-parallel-size 4: must divide the 42 columns"),
         ({}, {"virtual": 2}, "2 chunks a stage: Megatron-LM has them from"),
     ],
