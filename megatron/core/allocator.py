@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-# From malloc.h of glibc. See mallopt(3) for the values: no block is a mapping of its own; the heap is never trimmed.
-_M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1
-_NO_MAPPINGS, _NEVER = 0, -1
+# From malloc.h of glibc. See mallopt(3) for the values: no block is a mapping of its own; the heap is never trimmed;
+# each block from 1 MiB on is a mapping of its own.
+_M_MMAP_MAX, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -4, -1, -3
+_NO_MAPPINGS, _NEVER, _LARGE = 0, -1, 2**20
 _GLIBC = "libc.so.6"
 
 
@@ -48,3 +49,17 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_M_MMAP_MAX, _NO_MAPPINGS) and mallopt(_M_TRIM_THRESHOLD, _NEVER))
+
+
+def give_freed_memory_back() -> bool:
+    """Give each large block that is freed back to the system from now on.
+
+    By itself glibc keeps blocks of up to 32 MiB in its heap once one of that size was freed; a program that goes
+    through many tensors of different sizes ends with a heap of holes, some times as large as what it needs.
+
+    Returns:
+        False where `malloc` is not that of glibc, whose setting this is: nothing is done then.
+    """
+    if allocator_library() != _GLIBC:
+        return False
+    return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE))

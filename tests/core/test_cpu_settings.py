@@ -25,10 +25,11 @@ from tests.helpers.tiny import TINY_GPT, context_of_rank, tiny_config
 PAGE_FAULTS = """
 import resource, sys
 import torch
-from megatron.core.allocator import keep_freed_memory
+from megatron.core.allocator import give_freed_memory_back, keep_freed_memory
 if "keep" in sys.argv: assert keep_freed_memory()
+if "give" in sys.argv: assert give_freed_memory_back()
 def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-def turn(): torch.ones(1 << 23)  # 32 MiB
+def turn(): torch.ones(int(sys.argv[1]) << 18)
 for _ in range(30): turn()
 before = faults()
 for _ in range(4): turn()
@@ -47,13 +48,17 @@ def start(*flags: str) -> None:
     destroy_model_parallel()
 
 
-def page_faults(*arguments: str) -> int:
-    command = [sys.executable, "-c", PAGE_FAULTS, *arguments]
+def page_faults(mebibytes: int, *arguments: str) -> int:
+    command = [sys.executable, "-c", PAGE_FAULTS, str(mebibytes), *arguments]
     return int(subprocess.run(command, check=True, capture_output=True, text=True, env=dict(os.environ)).stdout)
 
 
 def test_freed_memory_comes_back_without_page_faults() -> None:
-    assert page_faults("keep") < page_faults() / 10
+    assert page_faults(32, "keep") < page_faults(32) / 10
+
+
+def test_freed_memory_goes_back_although_glibc_would_keep_blocks_of_its_size() -> None:
+    assert page_faults(8) < page_faults(8, "give") / 10
 
 
 def test_the_library_of_malloc_is_known() -> None:
