@@ -31,6 +31,7 @@ class MockTokens:
             1, _LENGTH_LIMIT, size=_NUM_DOCUMENTS, dtype=np.int32
         )
         self.fingerprint = f"mock data, {_NUM_DOCUMENTS} sequences"
+        self.content = f"ids below {vocab_size}, the last {eod}"
 
     def __len__(self) -> int:
         return _NUM_DOCUMENTS

@@ -35,5 +35,9 @@ class TokenSource(Protocol):
     def fingerprint(self) -> str:
         """Names all that an index of samples depends on."""
 
+    @property
+    def content(self) -> str:
+        """Tells ids from others of the same lengths, without reading all of them."""
+
     def get(self, index: int, offset: int = 0, length: int | None = None) -> TokenArray:
         """`length` ids of sequence `index` from `offset` on; None: to its end."""

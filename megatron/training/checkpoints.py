@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -18,6 +18,8 @@ from megatron.training.wanted_checkpoint import find_checkpoint
 
 Value = TypeVar("Value")
 
+_NOT_SAID = "content not recorded"  # by version 0.1
+
 
 def kept_of(run: Run) -> tuple[list[NamedTensor], dict[str, Any]]:
     """What a checkpoint of the present iteration keeps: this rank's tensors, and what is no tensor."""
@@ -27,7 +29,10 @@ def kept_of(run: Run) -> tuple[list[NamedTensor], dict[str, Any]]:
         "config": config.to_dict(),
         "progress": run.progress.state_dict(),
         "scheduler": run.scheduler.state_dict(),
-        "data": [{"prefix": source.prefix, "fingerprint": source.fingerprint} for source in run.loaders.sources],
+        "data": [
+            {"prefix": source.prefix, "fingerprint": source.fingerprint, "content": source.content}
+            for source in run.loaders.sources
+        ],
     }
     if config.checkpoint.save_optim:
         tensors += run.optimizer.named_state()
@@ -99,19 +104,24 @@ def _take(checkpoint: Checkpoint, key: str, take: Callable[[Any], Value]) -> Val
         raise CheckpointError(f"{checkpoint.folder}: metadata.json has no {key} as a run saves it ({text})") from error
 
 
+def _source_of(entry: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What a checkpoint says of a source of samples: its prefix, fingerprint and content."""
+    return str(entry["prefix"]), str(entry["fingerprint"]), str(entry.get("content", _NOT_SAID))
+
+
 def _check_data(run: Run, checkpoint: Checkpoint) -> None:
     """Refuse data that has been replaced: the position in it would mean other samples. A folder that moved is no
-    other data, so fingerprints are compared, and prefixes not."""
+    other data, so fingerprints and contents are compared, and prefixes not."""
     if "data" not in checkpoint.metadata:
         run.say(f"  {checkpoint.folder} does not say what its data was: that this is the same is not checked")
         return
-    saved = _take(checkpoint, "data", lambda data: [(str(each["prefix"]), str(each["fingerprint"])) for each in data])
-    present = [(source.prefix, source.fingerprint) for source in run.loaders.sources]
-    nothing = ("nothing", "nothing")
+    saved = _take(checkpoint, "data", lambda data: [_source_of(each) for each in data])
+    present = [(source.prefix, source.fingerprint, source.content) for source in run.loaders.sources]
+    nothing = ("nothing", "nothing", "nothing")
     lines = [
-        f"  {now[0] if now is not nothing else was[0]}: {was[1]} in the checkpoint, {now[1]} here"
+        f"  {now[0] if now is not nothing else was[0]}: {was[1]}, {was[2]} in the checkpoint, {now[1]}, {now[2]} here"
         for was, now in zip_longest(saved, present, fillvalue=nothing)
-        if was[1] != now[1]
+        if was[1] != now[1] or was[2] not in (now[2], _NOT_SAID)
     ]
     if lines:
         raise CheckpointError(

@@ -235,6 +235,27 @@ def test_verify_finds_what_opening_does_not_read(offset: int, value: bytes, mess
         dataset.verify()
 
 
+@pytest.mark.parametrize("length", [1, 10, 3000, 500_000])
+def test_the_content_tells_ids_from_others_of_the_same_lengths(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = np.arange(length) % 50_000
+    dataset = IndexedDataset(write_corpus(tmp_path / "a", [[ids]]))
+    same = IndexedDataset(write_corpus(tmp_path / "b", [[ids]]), mmap=False)
+    other = IndexedDataset(write_corpus(tmp_path / "c", [[ids + 1]]))
+    assert dataset.fingerprint == other.fingerprint
+    assert dataset.content == same.content != other.content
+    for position in {0, length - 1, length // 2 if length <= 3000 else 0}:  # of a small file each id counts
+        changed = ids.copy()
+        changed[position] += 1
+        assert IndexedDataset(write_corpus(tmp_path / "d", [[changed]])).content != dataset.content, position
+
+    read = []
+    monkeypatch.setattr("megatron.data.indexed_dataset._read_at", lambda *asked: read.append(asked[1]) or b"")
+    assert IndexedDataset(tmp_path / "a").content
+    assert sum(read) == 2**16, "bytes read at most, however large the file"
+
+
 def test_byte_offsets_are_64_bits_wide(tmp_path: Path) -> None:
     """Sequences that begin beyond 2 GiB; the file is sparse."""
     long = 2**30

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.checkpointing import list_checkpoints, load_checkpoint, storage
+from megatron.checkpointing import CheckpointError, list_checkpoints, load_checkpoint, storage
 from megatron.checkpointing.index import DTYPE_NAMES
 from megatron.core.comm_group import CommGroup
 from megatron.training.pretrain import train
@@ -347,9 +347,9 @@ def test_another_model_or_other_data_is_refused_with_a_listing(tmp_path: Path) -
     assert "--load: None" not in outcome.err[0]
 
 
-def corpus(folder: Path, lengths: list[int]) -> list[str]:
+def corpus(folder: Path, lengths: list[int], *, first: int = 1) -> list[str]:
     """Arguments for a corpus of documents of these lengths, in place of one that is there."""
-    prefix = numbered_corpus(folder / "corpus", lengths)
+    prefix = numbered_corpus(folder / "corpus", lengths, first=first)
     return ["--data-path", str(prefix), "--data-cache-path", str(folder / "cache"), "--vocab-size", "2000"]
 
 
@@ -364,10 +364,14 @@ def test_data_that_was_replaced_under_its_name_is_refused(tmp_path: Path) -> Non
     assert outcome.codes == [2, 2]
     (source,) = run.loaders.sources
     said = "".join(outcome.err)
-    assert said.count(f"{tmp_path}/data/corpus: {source.fingerprint} in the checkpoint, ") == 1
+    assert said.count(f"{tmp_path}/data/corpus: {source.fingerprint}, {source.content} in the checkpoint, ") == 1
     assert "100 sequences, 900 tokens" in source.fingerprint
     assert "Put the data of the training back; --finetune takes only the weights" in said
     build(*replaced, *arguments, "--finetune")
+
+    other_ids = corpus(tmp_path / "data", [9] * 100, first=2)
+    with pytest.raises(CheckpointError, match=rf"{source.content} in the checkpoint, .* lengths \w+, sampled ids"):
+        build(*other_ids, *arguments)
 
     (tmp_path / "moved").mkdir()
     moved = corpus(tmp_path / "moved", [9] * 100)
