@@ -6,9 +6,10 @@ import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 NUM_HEADS = 24
+AnyCase = TypeVar("AnyCase")  # of any frozen dataclass
 
 # How gradients are reduced and weights updated; in buckets so small that each chunk has several.
 _DISTRIBUTED, _OVERLAP = ("--use-distributed-optimizer",), ("--overlap-grad-reduce", "--ddp-bucket-size", "5000")
@@ -147,12 +148,12 @@ def every_layout() -> list[Case]:
     return [chooser.choice(cases) for cases in by_layout.values()]
 
 
-def pairwise_cover(cases: Sequence[Case], seed: int = 0) -> list[Case]:
+def pairwise_cover(cases: Sequence[AnyCase], seed: int = 0) -> list[AnyCase]:
     """A small set of cases in which each pair of values of two axes occurs that occurs at all; greedy."""
     chooser = random.Random(seed)
     pairs_of = {case: _pairs(case) for case in cases}
     uncovered = set().union(*pairs_of.values())
-    chosen: list[Case] = []
+    chosen: list[AnyCase] = []
     while uncovered:
         sample = chooser.sample(list(cases), min(len(cases), 400))
         best = max(sample, key=lambda case: len(pairs_of[case] & uncovered))
@@ -163,7 +164,7 @@ def pairwise_cover(cases: Sequence[Case], seed: int = 0) -> list[Case]:
     return chosen
 
 
-def _pairs(case: Case) -> set[tuple[str, Any, str, Any]]:
+def _pairs(case: Any) -> set[tuple[str, Any, str, Any]]:
     values = asdict(case)
     names = [field.name for field in fields(case)]
     return {(a, values[a], b, values[b]) for a, b in itertools.combinations(names, 2)}
