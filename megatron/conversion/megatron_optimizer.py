@@ -108,9 +108,11 @@ def states_in_buffers(
         for stored, kind in KINDS.items():
             flat = buffers[0].get(stored)
             length = sum(bucket.length for bucket in buckets)
-            if not isinstance(flat, StoredTensor) or flat.shape != (length,):
+            if not isinstance(flat, StoredTensor) or (flat.shape, flat.strides) != ((length,), (1,)):
                 found = list(flat.shape) if isinstance(flat, LazyTensor) else "nothing"
-                raise ConversionError(f"{source}: {stored} should be {length} elements long, and is {found}; {ADVICE}")
+                raise ConversionError(
+                    f"{source}: {stored} should be {length} elements in a row, and is {found}; {ADVICE}"
+                )
             before = 0
             for bucket in buckets:
                 for name, (first, shape) in bucket.places.items():

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint
 from torch import Tensor
 
 from megatron.conversion.megatron_reader import read_megatron
+from megatron.conversion.portable import ConversionError
 from tests.conversion.megatron_files import CHECKPOINTS, FILE, changed, contents, read_all
 from tests.helpers.numerics import assert_bitwise
 
@@ -129,3 +130,16 @@ def test_buffers_of_several_ranks_in_the_torch_dist_layout(name: str, tmp_path: 
 def weights_as_global_tensors(name: str) -> Iterator[tuple[str, Tensor]]:
     for key, value in read_all(read_megatron(CHECKPOINTS / name, weights_only=True)).items():
         yield key.removeprefix("model."), value
+
+
+@pytest.mark.parametrize("buffer", [torch.zeros(8575), torch.zeros(8577), torch.zeros(2 * 8576)[::2], 7])
+def test_a_buffer_of_another_length_or_with_gaps_is_refused(buffer: Any, tmp_path: Path) -> None:
+    name = "distributed_optimizer_dp2/torch_distributed_optimizer"
+    copy = changed(name, tmp_path, lambda _, state: None)
+    path = copy / "mp_rank_00" / "distrib_optim.pt"
+    state = contents(path)
+    (entry,) = state[0].values()
+    entry["exp_avg_sq"] = buffer
+    torch.save(state, path)
+    with pytest.raises(ConversionError, match="exp_avg_sq should be 8576 elements in a row, and is"):
+        read_megatron(copy)
