@@ -8,6 +8,7 @@ family that says the same of it: whose `config.json`, written and read again, gi
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,18 +63,18 @@ class ConfigJson:
             if default is _REQUIRED:
                 raise ConversionError(f"{self._source}: {key} is missing, which says how large the model is")
             return default
-        if kind is float and type(value) is int:
-            return float(value)
-        if type(value) is not kind:
+        if type(value) is not kind and (kind, type(value)) != (float, int):
             raise self.refusal(key, value, f"is no {_KINDS[kind]}")
-        return value
+        if kind in (int, float) and not abs(value) <= sys.float_info.max:  # which NaN is not
+            raise self.refusal(key, value, "is no number to compute with")
+        return float(value) if kind is float else value
 
     def speaks_of(self, key: str) -> bool:
         """Whether the file has the key, be it with null."""
         return key in self._values
 
     def refusal(self, key: str, value: object, rule: str) -> ConversionError:
-        return ConversionError(f"{self._source}: {key} {json.dumps(value)[:200]} {rule}")
+        return ConversionError(f"{self._source}: {key} {_shown(value)} {rule}")
 
     def refuse_unread(self, neutral: Collection[str] = ()) -> None:
         """Refuse what nobody has asked for, and says something: what is not null, and none of the `neutral` keys."""
@@ -95,6 +96,12 @@ _KINDS: Mapping[type, str] = {
     dict: "object",
     list: "list",
 }
+
+
+def _shown(value: object) -> str:
+    """A value as the file has it, shortened."""
+    endless = isinstance(value, int) and abs(value) > sys.float_info.max  # Python does not print it
+    return "a number of hundreds of digits" if endless else json.dumps(value)[:200]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +258,10 @@ _LLAMA3: Mapping[str, Any] = {
 }
 
 
-def _window(size: int | None) -> Mapping[str, Any]:
+def _window(given: ConfigJson, size: int | None) -> Mapping[str, Any]:
     """Theirs counts the token itself, ours the tokens before it."""
+    if size is not None and size < 1:
+        raise given.refusal("sliding_window", size, "is no window: of 1 a token looks at itself")
     return {} if size is None else {"window_size": (size - 1, 0)}
 
 
@@ -264,7 +273,7 @@ def _sliding_window() -> Setting:
     """The window of all layers. A file that does not speak of it means 4096, null that there is none."""
 
     def read(given: ConfigJson) -> Mapping[str, Any]:
-        return _window(given.get("sliding_window", int, None) if given.speaks_of("sliding_window") else 4096)
+        return _window(given, given.get("sliding_window", int, None) if given.speaks_of("sliding_window") else 4096)
 
     return _model_setting(read, lambda model: {"sliding_window": _window_of(model)})
 
@@ -287,7 +296,7 @@ def _sliding_window_by_layer() -> Setting:
                 )
         if len(slides) > 1:
             raise given.refusal("sliding_window", size, "of some layers only is not supported; of all or none is")
-        return _window(size if slides == {True} else None)
+        return _window(given, size if slides == {True} else None)
 
     def write(model: TransformerConfig) -> Mapping[str, Any]:
         size = _window_of(model)
