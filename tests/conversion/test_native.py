@@ -13,10 +13,12 @@ from tokenizers.models import WordLevel
 from megatron.conversion.hugging_face import read_hugging_face, write_hugging_face
 from megatron.conversion.native import read_native, write_native
 from megatron.conversion.portable import ConversionError
-from tests.conversion.models import FAMILIES, made, save
+from tests.conversion.models import FAMILIES, llama, made, save
 from tests.conversion.ranks import through_ranks
 from tests.helpers.distributed import run_distributed
+from tests.helpers.launch import launch, pretrain_gpt
 from tests.helpers.numerics import assert_bitwise
+from tests.helpers.tiny import CORPUS, INDICES
 
 
 def write_tokenizer_json(folder: Path) -> None:
@@ -37,6 +39,25 @@ def test_to_two_by_two_ranks_and_back_gives_the_same_bits(family: str, tmp_path:
         assert_bitwise(found[name], expected[name], name)
     write_hugging_face(read_hugging_face(theirs), tmp_path / "direct")
     assert (tmp_path / "ours" / "config.json").read_bytes() == (tmp_path / "direct" / "config.json").read_bytes()
+
+
+def test_a_training_on_two_by_two_ranks_begins_with_the_converted_weights(tmp_path: Path) -> None:
+    """Its first iteration has a rate of 0, so what it saves is what it began with."""
+    theirs = save(llama(vocab_size=251, tie_word_embeddings=True), tmp_path / "theirs")
+    write_native(read_hugging_face(theirs), tmp_path / "native")
+    arguments = [
+        *("--load", str(tmp_path / "native"), "--use-checkpoint-args", "--save", str(tmp_path / "saved")),
+        *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--seq-length", "24"),
+        *("--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "1", "--eval-iters", "0"),
+        *("--lr", "1e-2", "--lr-warmup-iters", "1", "--lr-decay-iters", "10", "--num-workers", "0"),
+        *("--data-path", str(CORPUS), "--split", "90,10,0", "--data-cache-path", str(INDICES)),
+    ]
+    launch(pretrain_gpt, arguments, ranks=4, folder=tmp_path).wait().check()
+    write_hugging_face(read_native(tmp_path / "saved"), tmp_path / "ours")
+    expected, found = (load_file(folder / "model.safetensors") for folder in (theirs, tmp_path / "ours"))
+    assert sorted(found) == sorted(expected)
+    for name in expected:
+        assert_bitwise(found[name], expected[name], name)
 
 
 def test_a_model_alone_is_a_checkpoint_of_iteration_0_without_a_training(tmp_path: Path) -> None:
