@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from megatron.config.megatron_config import MegatronConfig
+from megatron.config.pipeline_layout import StageLayout
+from megatron.core.comm_group import CommGroup
+from megatron.core.shard import name_parameters
 from megatron.core.tensor_parallel.recompute import recompute
-from megatron.planning.activations import kept_by_layers, paper_bytes_per_layer
+from megatron.model.gpt_model import OutputLayer
+from megatron.model.init import initialize_weights
+from megatron.planning.activations import chunk_bytes, kept_by_layers, paper_bytes_per_layer
+from megatron.planning.saved_tensors import SavedBytes
 from tests.helpers.distributed import run_distributed
+from tests.helpers.tiny import tiny_config
 from tests.planning.measured import saved_by_layers
-from tests.tensor_parallel.ranks import tensor_group
+from tests.tensor_parallel.ranks import placed, tensor_group
 
 # The prediction counts statistics of norms in fp32, as on GPUs; torch keeps those of a LayerNorm in bf16 on CPUs.
 PREDICTED = 0.05
@@ -142,3 +149,23 @@ def test_the_paper_s_example_of_gpt_3() -> None:
     assert paper_bytes_per_layer(**size, tensor_parallel_size=8) == sbh * (10 + 24 / 8 + 80 / 8)
     with_sequence = paper_bytes_per_layer(**size, tensor_parallel_size=8, sequence_parallel=True)
     assert with_sequence == sbh / 8 * 114
+
+
+@pytest.mark.parametrize("precision", [(), ("--bf16",)], ids=["fp32", "bf16"])
+def test_a_normalized_output_weight_is_kept_as_predicted(precision: tuple[str, ...]) -> None:
+    kept, predicted = [], []
+    for flags in ((), ("--normalize-output-weights",)):
+        config = tiny_config(*precision, *flags)
+        placement = placed(CommGroup.single("tensor"), False, config.optimizer.params_dtype)
+        head = OutputLayer(config.model, vocab_size=251, padded_vocab_size=256, placement=placement)
+        name_parameters(head)
+        initialize_weights(head, seed=1)
+        x = torch.ones(24, 1, config.model.hidden_size, dtype=placement.dtype, requires_grad=True)
+        with SavedBytes(head.parameters()) as saved:
+            logits = head(x)  # which holds the graph
+        kept.append(saved.bytes)
+        del logits
+        stage = StageLayout(stage=0, chunk=0, layers=range(0), has_embedding=False, has_output=True)
+        predicted.append(chunk_bytes(config, stage, padded_vocab_size=256))
+    measured = kept[1] - kept[0]
+    assert measured == pytest.approx(predicted[1] - predicted[0], rel=PREDICTED)
