@@ -17,7 +17,6 @@ from megatron.checkpointing import storage
 from megatron.checkpointing.index import DTYPES
 from megatron.conversion.families import (
     Family,
-    HuggingFaceConfig,
     family_called,
     family_of_file,
     family_of_model,
@@ -29,6 +28,7 @@ from megatron.conversion.portable import (
     global_shapes,
     refuse_differences,
 )
+from megatron.conversion.settings import HuggingFaceConfig
 from megatron.conversion.tokenizer_files import GENERATION, files_in
 from megatron.conversion.transforms import Match, joined, match_of, split, their_shapes
 from megatron.conversion.whole_folder import copy_file, read_json, whole_folder, write_json

@@ -12,12 +12,12 @@ from megatron.config.problems import UserError
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.families import (
     Family,
-    HuggingFaceConfig,
     family_called,
     family_of_file,
     family_of_model,
 )
 from megatron.conversion.portable import ConversionError
+from megatron.conversion.settings import HuggingFaceConfig
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 61,
@@ -90,6 +90,25 @@ def test_a_missing_key_means_what_transformers_takes_it_for(family: str) -> None
                 table.read(given, "config.json")
             continue
         assert table.read(given, "config.json") == table.read(theirs, "config.json"), key
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "changes"),
+    [
+        ("mistral", "sliding_window", {}),
+        ("mistral", "head_dim", {}),
+        ("llama", "rope_scaling", {}),
+        ("llama", "num_key_value_heads", {}),
+        ("qwen2", "num_key_value_heads", {}),
+        ("qwen2", "sliding_window", {"use_sliding_window": True, "max_window_layers": 0}),
+        ("gpt2", "n_inner", {}),
+    ],
+)
+def test_null_means_what_transformers_takes_it_for(family: str, key: str, changes: dict[str, Any]) -> None:
+    given = FILES[family] | changes | {key: None}
+    theirs = THEIR_CLASSES[family](**given).to_diff_dict()
+    table = family_called(family)
+    assert table.read(given, "config.json") == table.read(theirs, "config.json")
 
 
 @pytest.mark.parametrize("family", FILES)
