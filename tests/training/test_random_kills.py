@@ -19,7 +19,7 @@ from tests.helpers.launch import launch, pretrain_gpt
 from tests.helpers.tiny import TINY_GPT
 from tests.parity.layouts import DATA_PARALLELISM
 
-LENGTH = 40
+LENGTH = 32
 RUN = [
     *("--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--train-iters", str(LENGTH), "--num-workers", "1"),
     *("--save", "saved", "--save-interval", "1", "--load", "saved", "--load-if-exists", "--keep-last", "2"),
@@ -32,6 +32,7 @@ LAYOUTS = (
     (4, ("--tensor-model-parallel-size", "2", "--bf16", *DATA_PARALLELISM["zero"])),
 )
 KILLS = 5
+PATIENCE = 250.0  # each iteration syncs several files, and a disk that others use may need a second for each
 
 
 def hasty() -> None:
@@ -49,15 +50,15 @@ def newest(root: Path) -> int:
 
 
 def kill_some(folder: Path, ranks: int, arguments: list[str], rng: random.Random) -> None:
-    """Start the run, and kill a rank or two at a moment after it has saved something new."""
+    """Start the run, and kill a rank, or all of them, at a moment after it has saved something new."""
     root = folder / "saved"
     before = read_tracker(root) or 0
     run = launch(hasty, [*arguments, *rng.choice(((), ("--async-save",)))], ranks=ranks, folder=folder)
     while (read_tracker(root) or 0) <= before:
         assert all(process.is_alive() for process in run.processes), run.wait(0)
         time.sleep(0.001)
-    time.sleep(rng.uniform(0.0, 0.3))
-    victims = rng.sample(range(ranks), rng.choice((1, 1, 2)))
+    time.sleep(rng.uniform(0.0, 0.2))
+    victims = rng.sample(range(ranks), rng.choice((1, 1, 1, ranks)))
     named = read_tracker(root)
     assert named is not None
     for victim in victims:
@@ -79,21 +80,23 @@ def check_kills(folder: Path, seed: int) -> None:
     ranks, layout = LAYOUTS[seed % len(LAYOUTS)]
     arguments = [*TINY_GPT, *RUN, *layout]
     straight, killed = folder / "straight", folder / "killed"
-    launch(hasty, arguments, ranks=ranks, folder=straight).wait().check()
+    assert launch(hasty, arguments, ranks=ranks, folder=straight).wait(PATIENCE).check().codes == [0] * ranks
     for _ in range(KILLS):
         kill_some(killed, ranks, arguments, rng)
-    launch(hasty, arguments, ranks=ranks, folder=killed).wait().check()
+    assert launch(hasty, arguments, ranks=ranks, folder=killed).wait(PATIENCE).check().codes == [0] * ranks
     assert newest(killed / "saved") == LENGTH
     last = f"iter_{LENGTH:07d}"
     assert files(killed / "saved" / last) == files(straight / "saved" / last)
     assert sorted(os.listdir(killed / "saved")) == sorted(os.listdir(straight / "saved"))
 
 
+@pytest.mark.timeout(900)
 def test_killed_at_random_moments_a_run_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     check_kills(tmp_path, 3)
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(10))
 def test_killed_at_random_moments_a_run_ends_as_if_it_had_not_been_many_times(tmp_path: Path, seed: int) -> None:
     check_kills(tmp_path, 100 + seed)
