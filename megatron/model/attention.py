@@ -255,6 +255,8 @@ def fused_attention(
     if causal and dropout_probability == 0.0 and wins_by_blocks(query):
         return apply_eagerly(CausalAttention, query, key, value)
     groups = query.shape[1] // key.shape[1]
+    if mask is not None and groups > 1 and query.shape[2] == 1 and dropout_probability == 0.0:
+        return _single_query_attention(query, key, value, mask)
     if mask is not None and groups > 1:
         # On GPUs only the kernels that take no mask know shared keys; with both, torch falls back to explicit weights.
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))  # [b, a/t, s, d]
@@ -267,6 +269,18 @@ def fused_attention(
         is_causal=causal,
         enable_gqa=mask is None and groups > 1,
     )
+
+
+def _single_query_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """`fused_attention` of the last position alone, [b, a/t, 1, d]: heads that share keys are as queries of one head.
+
+    So the keys and values of a whole text are not copied for each token that follows.
+    """
+    batch, groups, length, dim = key.shape
+    by_group = query.reshape(batch, groups, -1, dim)  # [b, g/t, a/g, d]
+    mask_by_group = mask.expand(-1, query.shape[1], -1, -1).reshape(-1, groups, query.shape[1] // groups, length)
+    context = F.scaled_dot_product_attention(by_group, key, value, attn_mask=mask_by_group)
+    return context.flatten(1, 2).unsqueeze(2)  # [b, a/t, 1, d]
 
 
 def attention_weights(query: Tensor, key: Tensor, mask: Tensor, *, divisor: float = 1.0) -> Tensor:

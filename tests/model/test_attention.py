@@ -100,6 +100,23 @@ def test_fused_and_explicit_attention_agree(kind: str, groups: int) -> None:
         assert_parity(mine, other, name)
 
 
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("kind", MASKS)
+def test_the_last_query_alone_attends_as_among_all(kind: str, groups: int) -> None:
+    query, key, value = (heads(2, count, seed=seed) for seed, count in enumerate((4, groups, groups)))
+    expected = fused_attention(query, key, value, mask(**MASKS[kind]))[:, :, -1:]
+    for its_mask in (mask(**MASKS[kind], num_queries=1), explicit_mask(**MASKS[kind], num_queries=1)):
+        assert_parity(fused_attention(query[:, :, -1:], key, value, its_mask), expected)
+
+
+def test_the_last_query_alone_copies_no_keys() -> None:
+    query, key, value = heads(2, 4)[:, :, -1:], heads(2, 2, seed=1), heads(2, 2, seed=2)
+    with RecordedOperations() as recorded:
+        fused_attention(query, key, value, explicit_mask(num_queries=1))
+    assert recorded.outputs
+    assert max(output.numel() for output in recorded.outputs) <= key.numel()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_masked_position_has_probability_zero_whatever_its_score(dtype: torch.dtype) -> None:
     query = torch.zeros(1, 1, SEQUENCE, 8, dtype=dtype)
