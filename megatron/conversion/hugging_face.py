@@ -177,6 +177,8 @@ def _reader(path: Path, name: str) -> Callable[[], Tensor]:
 
 
 def _opened(path: Path) -> Any:
+    if not path.is_file():
+        raise ConversionError(f"{path} cannot be read: there is no such file")
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -128,7 +128,10 @@ def self_check(source: Side, target: Side, tokens: Tensor, bound: float, say: Ca
             done = subprocess.run([sys.executable, "-m", __name__, *arguments], capture_output=True, text=True)
             if done.returncode != 0:
                 reason = done.stderr.strip() or f"its process ended with {done.returncode}, as when memory is full"
-                raise ConversionError(f"the self-check could not compute {side.folder}: {reason.splitlines()[-1]}")
+                raise ConversionError(
+                    f"{target.folder} is written, and the self-check could not compute {side.folder}: "
+                    f"{reason.splitlines()[-1]}"
+                )
             say(f"  {side.folder} computed by {done.stdout.splitlines()[-1]}")
             logits.append(torch.from_numpy(np.load(made, allow_pickle=False)))
     return compare(logits[0], logits[1], bound)
@@ -177,7 +180,7 @@ def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
     )
     with torch.no_grad():
         logits: Tensor = model.eval()(tokens).logits

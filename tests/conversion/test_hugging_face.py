@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,15 @@ def test_crafted_files_are_refused(attack: str, tmp_path: Path) -> None:
     folder = save(made("llama 2"), tmp_path / "theirs")
     (folder / "model.safetensors").write_bytes(ATTACKS[attack])
     with pytest.raises(ConversionError, match=r"model\.safetensors cannot be read"):
+        read_hugging_face(folder)
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    folder = save(made("llama 2"), tmp_path / "theirs")
+    index = {"weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), "pipe.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    os.mkfifo(folder / "pipe.safetensors")
+    with pytest.raises(ConversionError, match=r"pipe\.safetensors cannot be read: there is no such file"):
         read_hugging_face(folder)
 
 
