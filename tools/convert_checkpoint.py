@@ -1,7 +1,7 @@
 """Convert a model between Hugging Face, checkpoints of this program, and Megatron-LM, on CPUs, tensor by tensor.
 
-python tools/convert_checkpoint.py --from hf --to native meta-llama/Llama-3.2-1B checkpoints/llama
-python tools/convert_checkpoint.py --from native --to hf --dtype bfloat16 checkpoints/mine my-model
+python tools/convert_checkpoint.py --from hf --to native models/Llama-3.2-1B checkpoints/llama
+python tools/convert_checkpoint.py --from native --to hf --dtype bfloat16 checkpoints/run models/mine
 python tools/convert_checkpoint.py --from megatron --to native --true-vocab-size 50257 old/checkpoints checkpoints/mine
 
 IN and OUT are folders; OUT must be new or empty. At the end the logits of both are compared.

@@ -52,6 +52,8 @@ def read_hugging_face(folder: Path) -> PortableModel:
         ConversionError: the folder holds no such model, one that this program does not know, or one that is damaged.
         ConfigError: sizes in `config.json` do not fit each other.
     """
+    if not folder.is_dir():
+        raise ConversionError(f"{folder} is no folder: nothing is downloaded, give that of a model on this machine")
     values = read_json(folder / CONFIG)
     family = family_of_file(values, str(folder / CONFIG))
     config = family.read(values, str(folder / CONFIG))

@@ -247,6 +247,8 @@ def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="is no folder: nothing is downloaded"):
+        read_hugging_face(Path("meta-llama/Llama-3.2-1B"))
     with pytest.raises(ConversionError, match=r"config\.json: No such file"):
         read_hugging_face(tmp_path)
     (tmp_path / "config.json").write_text("[" * 100_000)
