@@ -24,8 +24,8 @@ from tqdm import tqdm
 from megatron.config.problems import UserError
 from megatron.conversion.families import FAMILIES
 from megatron.conversion.hugging_face import read_hugging_face, write_hugging_face
-from megatron.conversion.megatron_reader import read_megatron
-from megatron.conversion.megatron_writer import IMPLEMENTATIONS, write_megatron
+from megatron.conversion.megatron_lm.reader import read_megatron
+from megatron.conversion.megatron_lm.writer import IMPLEMENTATIONS, write_megatron
 from megatron.conversion.native import read_native, write_native
 from megatron.conversion.portable import LazyTensor, PortableModel, cast
 from megatron.conversion.self_check import Side, bound_of, fixed_tokens, self_check

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron.config.pipeline_layout import StageLayout
 from megatron.conversion.families import family_of_file
 from megatron.conversion.hugging_face import CONFIG, read_hugging_face
-from megatron.conversion.megatron_reader import read_megatron
+from megatron.conversion.megatron_lm.reader import read_megatron
 from megatron.conversion.native import read_native
 from megatron.conversion.portable import ConversionError, PortableModel
 from megatron.conversion.whole_folder import read_json

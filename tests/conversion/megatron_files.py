@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.conversion.pickles import StandIn, read_torch_file
+from megatron.conversion.megatron_lm.pickles import StandIn, read_torch_file
 from megatron.conversion.portable import LazyTensor, PortableModel
 
 CHECKPOINTS = Path(__file__).parents[1] / "fixtures" / "megatron_checkpoints"

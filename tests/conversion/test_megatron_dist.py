@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron.conversion.megatron_reader import read_megatron
+from megatron.conversion.megatron_lm.reader import read_megatron
 from megatron.conversion.portable import ConversionError
 from tests.conversion.megatron_files import CHECKPOINTS, contents, read_all
 from tests.helpers.numerics import assert_bitwise

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint
 from torch import Tensor
 
-from megatron.conversion.megatron_reader import read_megatron
+from megatron.conversion.megatron_lm.reader import read_megatron
 from megatron.conversion.portable import ConversionError
 from tests.conversion.megatron_files import CHECKPOINTS, FILE, changed, contents, read_all
 from tests.helpers.numerics import assert_bitwise

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.conversion.megatron_buffers import bucket_limit, flat_buckets
-from megatron.conversion.megatron_reader import read_megatron
+from megatron.conversion.megatron_lm.flat_buffers import bucket_limit, flat_buckets
+from megatron.conversion.megatron_lm.reader import read_megatron
 from megatron.conversion.portable import ConversionError, PortableModel
 from tests.conversion.megatron_files import (
     CHECKPOINTS,

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.conversion.megatron_reader import read_megatron
-from megatron.conversion.megatron_writer import write_megatron
+from megatron.conversion.megatron_lm.reader import read_megatron
+from megatron.conversion.megatron_lm.torch_files import TensorToCome, TorchWriter
+from megatron.conversion.megatron_lm.writer import write_megatron
 from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel, global_shapes
-from megatron.conversion.torch_writer import TensorToCome, TorchWriter
 from tests.conversion.megatron_files import CHECKPOINTS, FILE, contents, read_all
 from tests.helpers.numerics import assert_bitwise
 from tests.model.tiny import ARCHITECTURES, tiny_config

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.conversion.pickles import StandIn, StoredTensor, read_pickle, read_torch_file
+from megatron.conversion.megatron_lm.pickles import StandIn, StoredTensor, read_pickle, read_torch_file
 from megatron.conversion.portable import ConversionError, LazyTensor
 from tests.helpers.numerics import assert_bitwise
 
@@ -184,7 +184,7 @@ def test_a_program_that_torch_does_not_write_is_refused(name: str, tmp_path: Pat
 
 def test_what_stands_for_a_class_takes_any_state_and_does_nothing_with_it(tmp_path: Path) -> None:
     """The name is a class of this very package, which is not looked up."""
-    program = b"\x80\x02cmegatron.conversion.pickles\nStandIn\n(NtR}X\x0c\x00\x00\x00__setstate__Nsb."
+    program = b"\x80\x02cmegatron.conversion.megatron_lm.pickles\nStandIn\n(NtR}X\x0c\x00\x00\x00__setstate__Nsb."
     found = read_torch_file(pickled(tmp_path / "state.pt", program))
     assert isinstance(found, StandIn) and type(found) is not StandIn
     assert found.arguments == (None,) and found.fields == {"__setstate__": None}

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.conversion.hugging_face import read_hugging_face
-from megatron.conversion.megatron_reader import read_megatron
+from megatron.conversion.megatron_lm.reader import read_megatron
 from megatron.conversion.native import read_native, write_native
 from megatron.conversion.portable import cast
 from megatron.conversion.self_check import (

@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 
 from megatron.config.arguments import parse_arguments
-from megatron.conversion.megatron_reader import read_megatron
+from megatron.conversion.megatron_lm.reader import read_megatron
 from megatron.conversion.native import write_native
 from megatron.data.sample_dataset import SampleDataset, TokenArray
 from megatron.training.data_loaders import Datasets, SampleCounts

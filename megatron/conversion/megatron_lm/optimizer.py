@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.conversion.megatron_args import training_flags
-from megatron.conversion.megatron_buffers import KINDS, bucket_limit, flat_buckets
-from megatron.conversion.megatron_shards import ChunkTensors
-from megatron.conversion.pickles import StoredTensor
+from megatron.conversion.megatron_lm.arguments import training_flags
+from megatron.conversion.megatron_lm.flat_buffers import KINDS, bucket_limit, flat_buckets
+from megatron.conversion.megatron_lm.pickles import StoredTensor
+from megatron.conversion.megatron_lm.shards import ChunkTensors
 from megatron.conversion.portable import ConversionError, LazyTensor, TrainingState
 
 # A state of torch's optimizers as we call it.

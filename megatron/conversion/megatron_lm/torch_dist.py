@@ -23,13 +23,13 @@ from torch import Tensor
 
 from megatron.checkpointing.slices import Box, tiling_fault
 from megatron.config.transformer import TransformerConfig
-from megatron.conversion.megatron_args import read_config
-from megatron.conversion.megatron_buffers import KINDS, bucket_limit, flat_buckets
-from megatron.conversion.megatron_contents import MegatronContents
-from megatron.conversion.megatron_names import EMBEDDING, OUTPUT, chunk_names, native_name
-from megatron.conversion.megatron_optimizer import ADVICE, STATES, common_step, groups_of, training_state
-from megatron.conversion.megatron_shards import ChunkTensors, assembled, cut_shape
-from megatron.conversion.pickles import StandIn, read_pickle, read_torch_file
+from megatron.conversion.megatron_lm.arguments import read_config
+from megatron.conversion.megatron_lm.contents import MegatronContents
+from megatron.conversion.megatron_lm.flat_buffers import KINDS, bucket_limit, flat_buckets
+from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, native_name
+from megatron.conversion.megatron_lm.optimizer import ADVICE, STATES, common_step, groups_of, training_state
+from megatron.conversion.megatron_lm.pickles import StandIn, read_pickle, read_torch_file
+from megatron.conversion.megatron_lm.shards import ChunkTensors, assembled, cut_shape
 from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes
 
 _MARKER = "metadata.json"

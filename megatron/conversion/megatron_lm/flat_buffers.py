@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.conversion.megatron_names import EMBEDDING, OUTPUT
+from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT
 
 _ALIGNMENT = 64
 # Kinds of a buffer as we call them.

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.conversion.megatron_contents import RELEASE, TRACKER, MegatronContents
-from megatron.conversion.megatron_dist import has_torch_dist_layout, read_torch_dist_layout
-from megatron.conversion.megatron_names import EMBEDDING, OUTPUT
-from megatron.conversion.megatron_optimizer import ADVICE
-from megatron.conversion.megatron_shards import check_tensors
-from megatron.conversion.megatron_torch import has_torch_layout, read_torch_layout
-from megatron.conversion.pickles import in_words
+from megatron.conversion.megatron_lm.contents import RELEASE, TRACKER, MegatronContents
+from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT
+from megatron.conversion.megatron_lm.optimizer import ADVICE
+from megatron.conversion.megatron_lm.pickles import in_words
+from megatron.conversion.megatron_lm.shards import check_tensors
+from megatron.conversion.megatron_lm.torch_dist import has_torch_dist_layout, read_torch_dist_layout
+from megatron.conversion.megatron_lm.torch_layout import has_torch_layout, read_torch_layout
 from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.conversion.pickles import contiguous_strides
+from megatron.conversion.megatron_lm.pickles import contiguous_strides
 
 _STORAGES: Mapping[torch.dtype, type] = {
     torch.float64: torch.DoubleStorage,

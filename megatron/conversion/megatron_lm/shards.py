@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.transformer import TransformerConfig
-from megatron.conversion.megatron_names import EMBEDDING, OUTPUT, layer_of, with_layer
+from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, layer_of, with_layer
 from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes, refuse_differences
 
 # A model chunk of one rank: by kind ("model", "optimizer.exp_avg", …) and then by name, with layers counted from 0.

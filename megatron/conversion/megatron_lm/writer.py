@@ -15,12 +15,12 @@ from torch import Tensor
 
 from megatron.config.tokenizer import padded_vocab_size
 from megatron.config.transformer import TransformerConfig
-from megatron.conversion.megatron_args import write_arguments
-from megatron.conversion.megatron_contents import RELEASE, TRACKER
-from megatron.conversion.megatron_names import EMBEDDING, OUTPUT, chunk_names, joined_name, with_layer
-from megatron.conversion.megatron_shards import cut, cut_shape
+from megatron.conversion.megatron_lm.arguments import write_arguments
+from megatron.conversion.megatron_lm.contents import RELEASE, TRACKER
+from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, joined_name, with_layer
+from megatron.conversion.megatron_lm.shards import cut, cut_shape
+from megatron.conversion.megatron_lm.torch_files import TensorToCome, TorchWriter
 from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel, global_shapes
-from megatron.conversion.torch_writer import TensorToCome, TorchWriter
 from megatron.conversion.whole_folder import whole_folder
 
 # Linear layers of core keep a state of their implementation, which is nothing here but is looked for.

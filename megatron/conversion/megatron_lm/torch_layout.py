@@ -16,18 +16,18 @@ from typing import Any
 from torch import Tensor
 
 from megatron.config.transformer import TransformerConfig
-from megatron.conversion.megatron_args import read_config
-from megatron.conversion.megatron_contents import MegatronContents
-from megatron.conversion.megatron_names import flat_names, native_name
-from megatron.conversion.megatron_optimizer import (
+from megatron.conversion.megatron_lm.arguments import read_config
+from megatron.conversion.megatron_lm.contents import MegatronContents
+from megatron.conversion.megatron_lm.names import flat_names, native_name
+from megatron.conversion.megatron_lm.optimizer import (
     common_step,
     groups_of,
     states_by_parameter,
     states_in_buffers,
     training_state,
 )
-from megatron.conversion.megatron_shards import ChunkTensors, assembled
-from megatron.conversion.pickles import StandIn, read_torch_file
+from megatron.conversion.megatron_lm.pickles import StandIn, read_torch_file
+from megatron.conversion.megatron_lm.shards import ChunkTensors, assembled
 from megatron.conversion.portable import ConversionError, LazyTensor
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
