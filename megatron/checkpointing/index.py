@@ -40,7 +40,7 @@ _MAX_ELEMENTS = 2**60
 _MIN_BLOCK, _MAX_BLOCK = 64, 2**28
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StoredSlice:
     """A box of a global tensor, stored as one safetensors tensor.
 

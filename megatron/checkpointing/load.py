@@ -7,6 +7,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -204,10 +205,12 @@ class Checkpoint:
         for file, transfers_of_file in sorted(jobs.items()):
             size = self.index.files[file]
             with storage.ShardReader(self.folder / file, size, self.index.block_bytes) as reader:
+                copies: list[Future[int]] = []
                 for transfer, part, key in transfers_of_file:
                     target = part.values[transfer.box.seen_from(part.placed.offset).index]
                     dtype, store = self.tensors[key].dtype, _store_weights if key.startswith("model.") else _store
-                    bytes_read += reader.copy_into(target, transfer.source, dtype, transfer.box, store=store)
+                    copies += reader.start_copy(target, transfer.source, dtype, transfer.box, store=store)
+                bytes_read += sum(copy.result() for copy in copies)
         lines = tuple(
             f"{counted(count, 'tensor')}: {stored} in the checkpoint, converted to {wanted}"
             for (stored, wanted), count in casts.items()
@@ -351,7 +354,7 @@ def _open(folder: Path, iteration: int) -> Checkpoint:
     marker_path = folder / storage.COMPLETE_FILE
     if not os.path.lexists(marker_path):
         raise CheckpointError(f"{folder} is incomplete: it has no {storage.COMPLETE_FILE}")
-    marker = parse_json(storage.read_file(marker_path), str(marker_path))
+    marker = parse_json(storage.read_file(marker_path, limit=4096), str(marker_path))
     check_version(marker, str(marker_path))
     if marker.get("iteration") != iteration:
         raise CheckpointError(

@@ -6,15 +6,21 @@ distributed optimizer owns is a range of elements of a shard, which is a few box
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+
 from megatron.core.kernels.float_halves import Numbers
 from megatron.core.shard import NamedTensor, Shard
 
+# Boxes that are compared in pairs, to say which are wrong; corners that fit into some hundred megabytes.
+_MOST_COMPARED, _MOST_CORNERS = 2000, 2**24
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
     """The elements of an n-dimensional tensor with `offset[i] <= index[i] < offset[i] + shape[i]`."""
 
@@ -187,13 +193,47 @@ def tiling_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     for box in boxes:
         if not whole.contains(box):
             return f"slice {box} lies outside the tensor {shape}"
+    if _corners_cancel(whole, boxes):
+        return None
+    if len(boxes) > _MOST_COMPARED:
+        return f"its {len(boxes)} slices overlap, leave a hole, or cut it in more ways than can be checked"
     overlap = _first_overlap(boxes)
     if overlap is not None:
         return f"slices {overlap[0]} and {overlap[1]} overlap"
     missing = whole.volume - sum(box.volume for box in boxes)
-    if missing:
-        return f"{missing} of {whole.volume} elements are in no slice, first {_first_hole(whole, boxes)}"
-    return None
+    return f"{missing} of {whole.volume} elements are in no slice, first {_first_hole(whole, boxes)}"
+
+
+def _corners_cancel(whole: Box, boxes: Sequence[Box]) -> bool:
+    """Whether the boxes are a tiling of the whole, in time that hardly grows faster than their number.
+
+    A corner of a box counts +1 or -1 by the number of its coordinates that are ends. These counts are the differences,
+    along every dimension, of how often each element is in a box, and determine it: they are those of the whole where
+    each element is in one box, and only there. Dimensions that no box cuts are left out.
+    """
+    if not whole.volume:
+        return True
+    if not boxes:
+        return False
+    offsets = np.array([box.offset for box in (whole, *boxes)], dtype=np.int64)
+    ends = offsets + np.array([box.shape for box in (whole, *boxes)], dtype=np.int64)
+    cut = ((offsets != offsets[0]) | (ends != ends[0])).any(axis=0)
+    offsets, ends = offsets[:, cut], ends[:, cut]
+    count, dimensions = offsets.shape
+    if count << dimensions > _MOST_CORNERS:
+        return False
+    weight = np.where(np.arange(count) == 0, -1, 1)
+    if not dimensions:
+        return not weight.sum()
+    corners, signs = [], []
+    for is_end in itertools.product((False, True), repeat=dimensions):
+        corners.append(np.where(is_end, ends, offsets))
+        signs.append(weight * (-1) ** sum(is_end))
+    corner, sign = np.concatenate(corners), np.concatenate(signs)
+    order = np.lexsort(corner.T)
+    corner, sign = corner[order], sign[order]
+    is_new = np.append(True, (corner[1:] != corner[:-1]).any(axis=1))
+    return not np.add.reduceat(sign, np.flatnonzero(is_new)).any()
 
 
 def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:

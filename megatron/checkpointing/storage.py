@@ -19,7 +19,7 @@ import shutil
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -179,12 +179,15 @@ def file_size(path: Path) -> int:
     """Bytes of a regular file.
 
     Raises:
-        CheckpointError: it is missing, not visible, or not a regular file.
+        CheckpointError: it is missing, not visible, not a regular file, or a link out of its folder.
     """
     try:
         status = path.stat()
+        outside = path.is_symlink() and path.resolve().parent != path.parent.resolve()
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
+    if outside:
+        raise CheckpointError(f"{path} is a link to {path.resolve()}: it is not followed out of its folder")
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a regular file")
     return status.st_size
@@ -451,34 +454,57 @@ class ShardReader:
         raise CheckpointError(f"{self.path} is damaged: its header and the index disagree about {part.name}")
 
     def copy_into(self, target: Numbers, part: StoredSlice, dtype: torch.dtype, wanted: Box, *, store: Store) -> int:
-        """Copy the elements `wanted`, a box of the global tensor within the slice, to a tensor of its shape.
+        """As `start_copy`, to its end. Returns: the number of bytes read."""
+        return sum(block.result() for block in self.start_copy(target, part, dtype, wanted, store=store))
 
-        Only blocks that hold wanted elements are read, two at a time, each checked before it is copied by `store`.
+    def start_copy(
+        self, target: Numbers, part: StoredSlice, dtype: torch.dtype, wanted: Box, *, store: Store
+    ) -> list[Future[int]]:
+        """Begin to copy the elements `wanted`, a box of the global tensor within the slice, to a tensor of its shape.
 
-        Returns: the number of bytes read.
+        Only blocks that hold wanted elements are read, two at a time over all copies of the file. Each is checked
+        before it is copied by `store`, or where it lies in the target as in the file, in its place.
+
+        Returns: of each block the number of bytes read, when it is copied; or CheckpointError, naming the file and the
+            tensor, when they are damaged.
 
         Raises:
-            CheckpointError: naming the file and the tensor, when they are damaged.
+            CheckpointError: the header of the file is damaged.
         """
         start = self._start_of(part, dtype)
         inside = wanted.seen_from(part.box.offset)
         length = self._block_bytes // dtype.itemsize
         lowest, highest = flat_bounds(part.box.shape, inside)
+        in_place = highest - lowest == inside.volume and _is_flat_memory(target, dtype)
+
+        def read_block(number: int, block: Tensor) -> None:
+            self._read_into(_bytes_of(block), start + number * length * dtype.itemsize, part.name)
+            if zlib.crc32(_bytes_of(block)) != part.checksums[number]:
+                raise CheckpointError(f"{self.path} is damaged: wrong checksum of {part.name}, block {number}")
 
         def copy_block(number: int) -> int:
             first, stop = number * length, min((number + 1) * length, part.box.volume)
+            if in_place and lowest <= first and stop <= highest:
+                assert isinstance(target, Tensor)
+                read_block(number, target.detach().view(-1)[first - lowest : stop - lowest])
+                return (stop - first) * dtype.itemsize
             staging = self._staging.get()
             try:
                 block = staging[: (stop - first) * dtype.itemsize]
-                self._read_into(_bytes_of(block), start + first * dtype.itemsize, part.name)
-                if zlib.crc32(_bytes_of(block)) != part.checksums[number]:
-                    raise CheckpointError(f"{self.path} is damaged: wrong checksum of {part.name}, block {number}")
+                read_block(number, block)
                 _copy_overlap(target, inside, block.view(dtype), part.box.shape, first, store)
             finally:
                 self._staging.put(staging)
             return block.numel()
 
-        return sum(self._pool.map(copy_block, range(lowest // length, -(-highest // length))))
+        return [self._pool.submit(copy_block, number) for number in range(lowest // length, -(-highest // length))]
+
+
+def _is_flat_memory(target: Numbers, dtype: torch.dtype) -> bool:
+    """Whether bytes of a file can be read into it as they are."""
+    return (
+        isinstance(target, Tensor) and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
+    )
 
 
 def _copy_overlap(

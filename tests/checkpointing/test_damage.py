@@ -292,6 +292,149 @@ def test_crafted_offsets_read_nothing_outside_of_the_data(root: Path, offsets: o
         load_all(root)
 
 
+@pytest.mark.parametrize("name", [*FILES, "latest_checkpointed_iteration.txt"])
+@pytest.mark.parametrize("target", ["file", "absent", "itself", "folder"])
+def test_a_link_out_of_the_folder_is_not_followed(root: Path, name: str, target: str) -> None:
+    """Not even to a file with the right bytes: whoever hands over a checkpoint must not choose what is read."""
+    folder = root if name.startswith("latest") else root / "iter_0000010"
+    outside = root / "outside"
+    outside.mkdir()
+    (folder / name).rename(outside / name)
+    (folder / name).symlink_to(
+        {"file": outside / name, "absent": outside / "absent", "itself": folder / name, "folder": outside}[target]
+    )
+    with pytest.raises(CheckpointError, match=name if target != "file" else "is not followed out of its folder"):
+        load_all(root)
+
+
+def test_a_checkpoint_that_is_a_link_to_another_disk_and_links_within_it_are_followed(root: Path) -> None:
+    folder, archive = root / "iter_0000010", root / "archive"
+    folder.rename(archive)
+    folder.symlink_to(archive)
+    (archive / "shard_00000.safetensors").rename(archive / "data")
+    (archive / "shard_00000.safetensors").symlink_to("data")
+    assert is_right(root)
+
+
+@pytest.mark.parametrize(
+    "text", ["true", "1e1", "10.0", "1e400", "NaN", "-10", "1" + "0" * 4000, '"10"', "[10]", "null"]
+)
+@pytest.mark.parametrize("place", ["iteration", "size", "block", "extent", "offset", "crc"])
+def test_a_number_that_is_no_count_is_refused_wherever_it_stands(root: Path, place: str, text: str) -> None:
+    def change(index: dict[str, Any]) -> None:
+        part = _slice(index)
+        if place == "iteration":
+            index["iteration"] = "HERE"
+        elif place == "size":
+            index["files"]["shard_00000.safetensors"] = "HERE"
+        elif place == "block":
+            index["block_bytes"] = "HERE"
+        else:
+            part[{"extent": "shape", "offset": "offset", "crc": "crc32"}[place]][0] = "HERE"
+
+    folder = root / "iter_0000010"
+    index = json.loads((folder / "index.json").read_text())
+    change(index)
+    (folder / "index.json").write_text(json.dumps(index).replace('"HERE"', text))
+    _seal(folder)
+    with pytest.raises(CheckpointError, match=r"must be an integer from 0 to|must be a power of two"):
+        load_all(root)
+
+
+def test_minus_zero_is_zero(root: Path) -> None:
+    folder = root / "iter_0000010"
+    text = (folder / "index.json").read_text()
+    (folder / "index.json").write_text(text.replace('"offset":[0,0]', '"offset":[-0,-0]'))
+    _seal(folder)
+    assert is_right(root)
+
+
+def test_a_marker_that_is_no_small_file_is_not_read(root: Path) -> None:
+    os.truncate(root / "iter_0000010" / "COMPLETE", 2**40)  # takes no room, and a terabyte of memory
+    with pytest.raises(CheckpointError, match="COMPLETE is damaged: 1099511627776 bytes, at most 4096 are expected"):
+        load_all(root)
+
+
+@pytest.mark.parametrize("name", ["index.json", "metadata.json"])
+def test_a_json_file_of_a_terabyte_is_not_read(root: Path, name: str) -> None:
+    os.truncate(root / "iter_0000010" / name, 2**40)
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged: 1099511627776 bytes, at most \d+ are expected"):
+        load_all(root)
+
+
+@pytest.mark.parametrize("hole", [False, True], ids=["whole", "hole"])
+def test_a_tensor_in_fifty_thousand_slices_is_opened_in_seconds(root: Path, hole: bool) -> None:
+    """All in one row: comparing each with each would take hours."""
+    many = 50_000
+
+    def change(index: dict[str, Any]) -> None:
+        part = {**_slice(index), "shape": [1, 1]}
+        slices = [{**part, "offset": [0, number], "crc32": [0]} for number in range(many - hole)]
+        index["tensors"]["model.w"].update(shape=[1, many], slices=slices)
+
+    folder = root / "iter_0000010"
+    index = json.loads((folder / "index.json").read_text())
+    change(index)
+    (folder / "index.json").write_text(json.dumps(index))
+    _seal(folder)
+    if hole:
+        with pytest.raises(CheckpointError, match=r"model\.w: its 49999 slices overlap, leave a hole"):
+            load_checkpoint(root, world=ALONE)
+    else:
+        assert len(load_checkpoint(root, world=ALONE).tensors["model.w"].slices) == many
+
+
+def test_slices_that_share_their_bytes_in_the_file_are_refused_by_their_checksums_or_read_as_they_are(
+    root: Path,
+) -> None:
+    """Two slices may name one tensor of a file: what is loaded is then what the checksums say, and nothing else."""
+
+    def change(index: dict[str, Any]) -> None:
+        whole_part = _slice(index)
+        index["tensors"]["model.w"]["shape"] = [24, 5]
+        index["tensors"]["model.w"]["slices"].append({**whole_part, "offset": [12, 0]})
+
+    folder = root / "iter_0000010"
+    index = json.loads((folder / "index.json").read_text())
+    change(index)
+    (folder / "index.json").write_text(json.dumps(index))
+    _seal(folder)
+    target = torch.zeros(24, 5)
+    asked = [whole("model.w", target), *(whole(key, torch.zeros_like(VALUES[key])) for key in ("model.b", "model.s"))]
+    load_checkpoint(root, world=ALONE).load_into(asked, world=ALONE)
+    assert torch.equal(target, VALUES["model.w"].repeat(2, 1))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"model.w@0,0": []},
+        {"model.w@0,0": {"dtype": "F32", "shape": [12, 5], "data_offsets": [True, 240]}},
+        {"model.w@0,0": {"dtype": "F32", "shape": [12, 5], "data_offsets": [0, 10**30]}},
+        {"model.w@0,0": {"dtype": "F64", "shape": [12, 5], "data_offsets": [0, 240]}},
+        {"model.w@0,0": {"dtype": "F32", "shape": [5, 12], "data_offsets": [0, 240]}},
+        {"model.w@0,0": {"dtype": "F32", "shape": "12,5", "data_offsets": [0, 240]}},
+        {"model.w": {"dtype": "F32", "shape": [12, 5], "data_offsets": [0, 240]}},
+        {},
+    ],
+)
+def test_a_header_that_is_not_what_the_index_says_is_refused_with_its_tensor(
+    root: Path, header: dict[str, object]
+) -> None:
+    path = root / "iter_0000010" / "shard_00000.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    rest = {key: value for key, value in json.loads(data[8 : 8 + length]).items() if key != "model.w@0,0"}
+    text = json.dumps({**rest, **header}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    index = json.loads((path.parent / "index.json").read_text())
+    index["files"][path.name] = path.stat().st_size
+    (path.parent / "index.json").write_text(json.dumps(index))
+    _seal(path.parent)
+    with pytest.raises(CheckpointError, match=r"header and the index disagree about model\.w@0,0"):
+        load_all(root)
+
+
 def test_a_folder_of_garbage_does_no_harm(root: Path) -> None:
     rng = random.Random(5)
     shutil.rmtree(root / "iter_0000010")

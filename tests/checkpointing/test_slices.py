@@ -97,6 +97,48 @@ def test_a_lost_a_doubled_and_a_shifted_box_are_found(shape: tuple[int, ...], se
         assert "outside" in fault
 
 
+@given(shapes, st.integers(0, 2**32))
+def test_boxes_are_a_cover_where_each_element_is_in_one_of_them(shape: tuple[int, ...], seed: int) -> None:
+    rng = random.Random(seed)
+    boxes = _cut_up(Box.whole(shape), rng)
+    for _ in range(rng.randint(0, 3)):  # lost, doubled, moved
+        change = rng.randrange(3)
+        if boxes and change == 0:
+            boxes.pop(rng.randrange(len(boxes)))
+        elif boxes and change == 1:
+            boxes.append(rng.choice(boxes))
+        else:
+            boxes.append(_box(shape, rng))
+    counts = np.zeros(shape, dtype=np.int64)
+    for box in boxes:
+        counts[box.index] += 1
+    assert (tiling_fault(shape, boxes) is None) == bool((counts == 1).all())
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_boxes_by_the_hundred_thousand_are_checked_without_comparing_all_of_them(across: bool) -> None:
+    """All in one row, so that a comparison of those that share a row takes an hour."""
+    rows = [Box(offset=(0, 2 * number), shape=(1, 2)) for number in range(MANY)]
+    boxes = [Box(offset=box.offset[::-1], shape=box.shape[::-1]) for box in rows] if across else rows
+    shape = (2 * MANY, 1) if across else (1, 2 * MANY)
+    random.Random(0).shuffle(boxes)
+    assert tiling_fault(shape, boxes) is None
+    fault = tiling_fault(shape, [*boxes[1:], boxes[1]])
+    assert fault is not None
+    assert fault.startswith(f"its {MANY} slices overlap, leave a hole")
+
+
+def test_boxes_that_cut_many_dimensions_are_refused_before_their_corners_fill_the_memory() -> None:
+    shape = (2,) * 16
+    boxes = [Box(offset=tuple(number >> dim & 1 for dim in range(16)), shape=(1,) * 16) for number in range(5000)]
+    fault = tiling_fault(shape, boxes)
+    assert fault is not None
+    assert "more ways than can be checked" in fault
+
+
 def test_the_first_hole_is_named() -> None:
     boxes = [Box(offset=(0, 0), shape=(4, 3)), Box(offset=(0, 3), shape=(2, 3))]
     assert tiling_fault((4, 6), boxes) == "6 of 24 elements are in no slice, first [2:4, 3:6]"
