@@ -118,6 +118,8 @@ class Option:
             return self.optional
         if self.many != isinstance(value, list | tuple):
             return False
+        if self.many and self.flag.words not in ("+", len(value)):
+            return False
         kinds = {"switch": (bool,), "number": (int,), "fraction": (int, float), "text": (str,)}[self.kind]
         return all(type(each) in kinds for each in (value if self.many else (value,)))
 

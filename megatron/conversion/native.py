@@ -58,9 +58,11 @@ def read_native(folder: Path, step: int | None = None) -> PortableModel:
 
     Raises:
         CheckpointError: there is none, it is damaged, or it is of another model than a GPT.
+        ConfigError: its configuration breaks a rule.
     """
     checkpoint = load_checkpoint(folder, step=step, world=CommGroup.single("world"))
     config = checkpoint.config
+    config.validate(purpose="model", check_files=False)  # before anything is sized by it
     embedding = checkpoint.tensors.get(f"model.{WORD_EMBEDDINGS}")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{checkpoint.folder} holds no GPT: there is no {WORD_EMBEDDINGS}")
@@ -116,7 +118,7 @@ def write_native(model: PortableModel, folder: Path) -> MegatronConfig:
 
 def _config(model: PortableModel, folder: Path) -> MegatronConfig:
     """A whole configuration: the model's, and of a training its flags; the rest as by default."""
-    (embedding,) = (lazy for key, lazy in model.tensors.items() if key == f"model.{WORD_EMBEDDINGS}")
+    embedding = model.tensors[f"model.{WORD_EMBEDDINGS}"]
     config = MegatronConfig(
         model=model.config,
         parallel=ParallelConfig(),

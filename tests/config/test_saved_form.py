@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from megatron.config import MegatronConfig, difference
+from megatron.config.problems import UserError
 from tests.config.conftest import Parse
 
 
@@ -45,6 +47,24 @@ def test_a_saved_configuration_without_a_required_field_is_refused(parse: Parse)
     saved = parse().to_dict()
     del saved["model"]["num_layers"]
     with pytest.raises(ValueError, match=r"lacks model\.num_layers"):
+        MegatronConfig.from_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("model", "num_layers", "4"),
+        ("model", "hidden_size", True),
+        ("model", "window_size", []),
+        ("model", "window_size", [1, 2, 3]),
+        ("training", "rampup_batch_size", [1]),
+        ("data", "data_path", "alpha"),
+    ],
+)
+def test_a_saved_value_that_no_field_can_have_is_refused(parse: Parse, section: str, field: str, value: Any) -> None:
+    saved = parse().to_dict()
+    saved[section][field] = value
+    with pytest.raises(UserError, match=f"the saved configuration has {section}.{field} "):
         MegatronConfig.from_dict(saved)
 
 
