@@ -120,10 +120,10 @@ def _read_tensors(folder: Path) -> dict[str, LazyTensor]:
     Raises:
         ConversionError: there are none in safetensors, or the index and the files do not agree.
     """
-    if not (folder / WEIGHTS_INDEX).is_file():
-        if not (folder / WEIGHTS).is_file():
-            raise _no_weights(folder)
+    if (folder / WEIGHTS).is_file():  # first, as transformers has it
         return dict(_tensors_of_file(folder / WEIGHTS))
+    if not (folder / WEIGHTS_INDEX).is_file():
+        raise _no_weights(folder)
     places = read_json(folder / WEIGHTS_INDEX).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ConversionError(f"{folder / WEIGHTS_INDEX} is damaged: weight_map is no object with names of files")

@@ -194,10 +194,31 @@ def test_tensors_that_are_not_those_of_the_model(tensors: dict[str, Any], messag
 def test_an_index_may_name_files_of_its_folder_only(file: object, tmp_path: Path) -> None:
     folder = save(made("llama 2"), tmp_path / "theirs")
     names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     index = {"weight_map": dict.fromkeys(names, file)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConversionError, match="must be a plain name like model-00001-of-00002"):
         read_hugging_face(folder)
+
+
+def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
+    folder = save(made("llama 2"), tmp_path / "theirs")
+    file = "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors").rename(folder / file)
+    names = load_file(folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+    assert read_hugging_face(folder).tensors
+    for places, message in (
+        (dict.fromkeys([*names, "more"], file), rf"{file} lacks more, which model\.safetensors\.index"),
+        (dict.fromkeys([name for name in names if name != NORM], file), rf"{file} holds {NORM}, and model"),
+        (dict.fromkeys(names, "other.safetensors"), r"other\.safetensors cannot be read: there is no such file"),
+        ({}, "weight_map is no object with names of files"),
+        ([], "weight_map is no object with names of files"),
+    ):
+        index.write_text(json.dumps({"weight_map": places}))
+        with pytest.raises(ConversionError, match=message):
+            read_hugging_face(folder)
 
 
 def header(entries: dict[str, Any]) -> bytes:
@@ -233,6 +254,7 @@ def test_crafted_files_are_refused(attack: str, tmp_path: Path) -> None:
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     folder = save(made("llama 2"), tmp_path / "theirs")
     index = {"weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), "pipe.safetensors")}
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     os.mkfifo(folder / "pipe.safetensors")
     with pytest.raises(ConversionError, match=r"pipe\.safetensors cannot be read: there is no such file"):
