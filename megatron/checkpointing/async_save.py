@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron.checkpointing import storage
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.save import Save
-from megatron.checkpointing.shares import Share, share_of
+from megatron.checkpointing.shares import share_of
+from megatron.checkpointing.staging import StagingBuffer
 from megatron.config.problems import counted, listing
 from megatron.core.agreement import agree, place_of, reason_of
 from megatron.core.comm_group import CommGroup
@@ -59,7 +58,7 @@ class AsyncSaver:
     def __init__(self, *, world: CommGroup, replicas: CommGroup) -> None:
         self._world = world
         self._replicas = replicas
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = StagingBuffer()
         self._background: _Background | None = None
 
     @property
@@ -76,7 +75,7 @@ class AsyncSaver:
         agree(
             self._world,
             "preparing to save in the background",
-            lambda: self._grow(share_of(tensors, self._replicas)),
+            lambda: self._buffer.reserve(share_of(tensors, self._replicas)),
             raises=CheckpointError,
         )
 
@@ -159,26 +158,12 @@ class AsyncSaver:
         self._background = None
         return background.end
 
-    def _grow(self, share: Share) -> None:
-        if self._buffer.numel() < share.size:
-            on_gpu = any(part.tensor.device.type == "cuda" for part in share.pending)
-            self._buffer = torch.empty(share.size, dtype=torch.uint8, pin_memory=on_gpu)
-            self._buffer.zero_()  # so that its pages are there
-
     def _stage(self, background: _Background) -> None:
-        """Copy the share, in the order in which it is written, and have the lock that says that it will be."""
+        """Copy the share, and have the lock that says that it will be written."""
         save = background.save
-        if not save.share.tensors:
-            return
-        self._grow(save.share)
-        staged, position = [], 0
-        for part in storage.in_file_order(save.share.pending):
-            room = self._buffer[position : position + part.size].view(part.dtype)
-            storage.copy_elements(part.tensor, room)
-            staged.append(storage.PendingSlice(key=part.key, tensor=room.view(part.shape), box=part.box))
-            position += part.size
-        save.share = Share(tensors=save.share.tensors, pending=staged)
-        background.index = save.open_index()
+        if save.share.tensors:
+            save.share = self._buffer.copy(save.share)
+            background.index = save.open_index()
 
 
 @dataclass(kw_only=True)

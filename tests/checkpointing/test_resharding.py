@@ -121,6 +121,25 @@ def test_only_the_blocks_that_are_wanted_are_read(tmp_path: Path) -> None:
     assert summary.bytes_read == (2 + 2) * 1024
 
 
+@pytest.mark.parametrize("first, rows", [(0, 64), (4, 8), (3, 9), (5, 1), (60, 4)])
+def test_blocks_are_read_in_their_place_where_they_lie_there_as_in_the_file(
+    tmp_path: Path, first: int, rows: int
+) -> None:
+    """The first and the last block may be wanted in part only."""
+    value = torch.arange(4096, dtype=torch.float32).reshape(64, 64)
+    with patch.object(storage, "BLOCK_BYTES", 1024):  # 4 rows
+        save_checkpoint(tmp_path, 1, [whole("model.w", value)], {}, world=ALONE)
+    room = torch.full((rows + 2, 64), -1.0)
+    shard = Shard(
+        global_shape=(64, 64), dim=0, pieces=(Piece(local=1, start=first, length=rows),), group=ALONE, init=Init.zeros()
+    )
+    load_checkpoint(tmp_path, world=ALONE).load_into(
+        [NamedTensor(key="model.w", tensor=room, shard=shard)], world=ALONE, ignore=("",)
+    )
+    assert torch.equal(room[1:-1], value[first : first + rows])
+    assert (room[[0, -1]] == -1).all()
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
 def test_floating_point_kinds_are_converted_and_said_to_be(

@@ -1,0 +1,123 @@
+"""The copy of a rank's share from which it is written in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import storage
+from megatron.checkpointing.shares import Share
+
+_ALIGNMENT = 64
+# The C library writes around the caches where it copies some hundred megabytes at once, which is faster by half.
+_PIECE_BYTES = 2**28
+
+
+class StagingBuffer:
+    """Host memory that is allocated, and touched so that its pages are there, once for all saves of a run."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, share: Share) -> None:
+        """Have room for a share; pinned where it is copied from a GPU."""
+        size = sum(run.room for run in _runs(share.pending))
+        if self.memory.numel() < size:
+            on_gpu = any(part.tensor.device.type == "cuda" for part in share.pending)
+            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+            self.memory.zero_()
+
+    def copy(self, share: Share) -> Share:
+        """Copy a share; the result is of the same slices and must be written before the next one is copied."""
+        self.reserve(share)
+        staged: list[storage.PendingSlice | storage.LazySlice] = []
+        pieces: list[tuple[Tensor, Tensor]] = []
+        first = 0
+        for run in _runs(share.pending):
+            room = self.memory[first : first + run.size]
+            first += run.room
+            position = 0
+            for part in run.parts:
+                values = room[position : position + part.size].view(part.dtype).view(part.shape)
+                staged.append(storage.PendingSlice(key=part.key, tensor=values, box=part.box))
+                position += part.size
+            if run.is_plain:
+                pieces += zip(_pieces(run.bytes()), _pieces(room), strict=True)
+            else:
+                (part,) = run.parts
+                storage.copy_elements(part.tensor, room.view(part.dtype))
+        # Threads of torch would wait for each other after every piece, and spin where others need the cores.
+        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+            for _ in pool.map(lambda piece: np.copyto(piece[1].numpy(), piece[0].numpy()), pieces):
+                pass
+        return Share(tensors=share.tensors, pending=staged)
+
+
+Part = storage.PendingSlice | storage.LazySlice
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Slices that lie one after another in memory, as the parameters of an optimizer do; or one that does not.
+
+    Attributes:
+        is_plain: the values are a run of bytes of host memory.
+    """
+
+    parts: list[Part]
+    is_plain: bool
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    @property
+    def room(self) -> int:
+        """Bytes of the buffer: those of the next run begin at a multiple that suits every dtype."""
+        return -(-self.size // _ALIGNMENT) * _ALIGNMENT
+
+    def bytes(self) -> Tensor:
+        values = self.parts[0].tensor
+        assert isinstance(values, Tensor)
+        _, start = _place(self.parts[0])
+        memory = torch.empty(0, dtype=torch.uint8)
+        return memory.set_(values.untyped_storage(), start, (self.size,), (1,))
+
+
+def _is_plain(part: Part) -> bool:
+    values = part.tensor
+    return isinstance(values, Tensor) and values.device.type == "cpu" and values.is_contiguous()
+
+
+def _place(part: Part) -> tuple[int, int]:
+    """Which memory a plain part is in, and where in it."""
+    values = part.tensor
+    assert isinstance(values, Tensor)
+    return values.untyped_storage().data_ptr(), int(values.storage_offset()) * values.element_size()
+
+
+def _follows(before: Part, part: Part) -> bool:
+    storage_before, start_before = _place(before)
+    return before.dtype == part.dtype and _place(part) == (storage_before, start_before + before.size)
+
+
+def _runs(parts: Iterable[Part]) -> Iterator[_Run]:
+    parts = list(parts)
+    plain = sorted(filter(_is_plain, parts), key=_place)
+    cuts = [0, *(i for i, pair in enumerate(pairwise(plain), start=1) if not _follows(*pair)), len(plain)]
+    for first, stop in pairwise(cuts):
+        if first < stop:
+            yield _Run(parts=plain[first:stop], is_plain=True)
+    for part in parts:
+        if not _is_plain(part):
+            yield _Run(parts=[part], is_plain=False)
+
+
+def _pieces(run: Tensor) -> Iterator[Tensor]:
+    return iter(torch.split(run, _PIECE_BYTES))
