@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.checkpointing import load_checkpoint, save_checkpoint
 from megatron.core.comm_group import CommGroup
@@ -134,13 +135,19 @@ def test_gradients_in_bfloat16_train_about_as_those_in_float32(choices: tuple[st
 # ---- ranks with next to nothing ----
 
 
-def three_numbers(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
+Shapes = dict[str, tuple[int, ...]]
+THREE_NUMBERS: Shapes = dict.fromkeys("abc", (1,))
+# Some ranks hold parts of one tensor, others of several.
+ONE_LARGE: Shapes = {"matrix": (90, 7), **{f"vector{number}": (number + 1,) for number in range(10)}}
+
+
+def straight_and_resumed(rank: int, world_size: int, folder: Path, shapes: Shapes) -> dict[str, Any]:
     """Train, save, load into another, train on; the numbers of both at the end."""
     state = state_of(Layout(data=world_size), rank)
     ends = []
     saved_from: MegatronOptimizer | None = None
     for first in (1.0, 5.0):
-        model = with_whole_shards(nn.ParameterDict({name: torch.full((1,), first) for name in "abc"}))
+        model = with_whole_shards(nn.ParameterDict({name: torch.full(shape, first) for name, shape in shapes.items()}))
         chunk = DistributedDataParallel(model, data_group=state.data, grad_dtype=torch.float32, config=SHARDED)
         optimizer = optimizer_of([chunk], model_group=state.world)
         optimizer.set_schedule(0.1, 0.1)
@@ -171,10 +178,20 @@ def step(chunk: DistributedDataParallel, optimizer: MegatronOptimizer, number: i
 
 
 def test_three_parameters_of_one_element_on_four_ranks_train_save_and_load(tmp_path: Path) -> None:
-    ranks = run_distributed(three_numbers, 4, tmp_path)
+    ranks = run_distributed(straight_and_resumed, 4, tmp_path, THREE_NUMBERS)
     assert [rank["entries"] for rank in ranks] == [1, 1, 1, 0], "the last one has nothing but padding"
     for rank in ranks:
         for name in "abc":
             assert_bitwise(rank["resumed"][name], rank["straight"][name], name)
             assert_bitwise(rank["straight"][name], ranks[0]["straight"][name], name)
             assert float(rank["straight"][name]) < 0.9, "two steps of 0.1 each"
+
+
+def test_ranks_with_parts_of_other_numbers_of_parameters_train_save_and_load(tmp_path: Path) -> None:
+    ranks = run_distributed(straight_and_resumed, 4, tmp_path, ONE_LARGE)
+    assert [rank["entries"] for rank in ranks] == [5, 5, 1, 1]
+    for rank in ranks:
+        for name in ONE_LARGE:
+            assert_bitwise(rank["resumed"][name], rank["straight"][name], name)
+            assert_bitwise(rank["straight"][name], ranks[0]["straight"][name], name)
+            assert bool((rank["straight"][name] < 0.9).all()), "two steps of 0.1 each"

@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpointing import CheckpointError, list_checkpoints, load_checkpoint, storage
 from megatron.checkpointing.index import DTYPE_NAMES
 from megatron.core.comm_group import CommGroup
+from megatron.training.checkpoints import open_checkpoint
 from megatron.training.pretrain import train
 from tests.data.corpora import numbered_corpus
 from tests.helpers.distributed import run_distributed
 from tests.helpers.launch import Launched, launch_tiny, pretrain_tiny, rows_of
 from tests.helpers.numerics import PARITY_FP32, PARITY_FP64, assert_bitwise, rounded
+from tests.helpers.tiny import context_of_rank, tiny_config
 from tests.parity.layouts import DATA_PARALLELISM
 from tests.training.runs import Recorder, build, counting_corpus, rows_on_ranks, trained
 from tests.training.test_train_step import microbatches_of, state_of
@@ -300,6 +303,38 @@ def test_no_load_optim_goes_on_in_data_and_learning_rate_with_a_fresh_optimizer(
     assert not any(tensor.any() for name, tensor in state_of(run).items() if name.startswith("optimizer."))
 
 
+def test_the_checkpoint_s_schedule_goes_on_without_its_optimizer(tmp_path: Path) -> None:
+    _, recorder = trained("--train-iters", "6", "--exit-interval", "3", "--save", str(tmp_path))
+    go_on = ["--train-iters", "6", "--load", str(tmp_path), "--no-load-optim", "--lr", "5e-3"]
+    run, resumed = trained(*go_on, "--use-checkpoint-opt_param-scheduler")
+    assert run.scheduler.learning_rate_schedule.max_lr == 1e-2
+    assert resumed.steps[0].learning_rate == recorder.steps[-1].next_learning_rate > 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("data", ["plain", "zero-overlap"])
+def test_after_a_load_moments_and_main_weights_have_the_bits_and_the_type_that_were_saved(
+    precision: str, data: str, tmp_path: Path
+) -> None:
+    arguments = ["--precision", precision, "--lr-warmup-iters", "1", "--train-iters", "4", *DATA_PARALLELISM[data]]
+    arguments += ["--initial-loss-scale", "256"] if precision == "fp16" else []
+    saved = run_distributed(_kept, 2, *arguments, "--save", str(tmp_path), "--exit-interval", "2")
+    loaded = run_distributed(_kept, 2, *arguments, "--load", str(tmp_path))
+    wide = torch.float64 if precision == "fp64" else torch.float32
+    for rank, expected in zip(loaded, saved, strict=True):
+        assert rank.keys() == expected.keys()
+        assert {kind.split(".")[1] for kind in rank if kind.startswith("optimizer.")} == {"exp_avg", "exp_avg_sq"}
+        for name, tensor in rank.items():
+            assert_bitwise(tensor, expected[name], name)
+            assert name.startswith("model.") or tensor.dtype == wide, name
+
+
+def _kept(rank: int, world_size: int, *arguments: str) -> dict[str, torch.Tensor]:
+    """By a run that saves at its end, or right after it has loaded."""
+    begin = build if "--load" in arguments else trained
+    return state_of(begin(*arguments, rank=rank, world_size=world_size)[0])
+
+
 def test_a_checkpoint_without_the_optimizer_is_taken_only_when_that_is_said(tmp_path: Path) -> None:
     saved, _ = trained("--save", str(tmp_path), "--no-save-optim", "--bf16")
     outcome = pretrain_tiny(tmp_path, "--bf16", "--load", str(tmp_path), ranks=2)
@@ -345,6 +380,45 @@ def test_another_model_or_other_data_is_refused_with_a_listing(tmp_path: Path) -
         assert line in outcome.err[0]
     assert "--load: None -> " in outcome.out[0]  # free to change, and told
     assert "--load: None" not in outcome.err[0]
+
+
+CHANGES = [
+    ("model", "--activation", "--activation gelu"),
+    ("model", "--num-attention-heads", "--num-attention-heads 12 --kv-channels 8"),
+    ("model", "--norm-epsilon", "--norm-epsilon 1e-6"),
+    ("model", "--window-size", "--window-size 8 0"),
+    ("model", "--position-embedding-type", "--position-embedding-type rope"),
+    ("model", "--qk-layernorm", "--qk-layernorm"),
+    ("model", "--padded-vocab-size", "--padded-vocab-size 300"),
+    ("data", "--seq-length", "--seq-length 12"),
+    ("data", "--split", "--split 80,20,0"),
+    ("data", "--reset-position-ids", "--no-reset-position-ids"),
+    ("data", "--eod-mask-loss", "--no-eod-mask-loss"),
+    ("data", "--null-tokenizer-eod-id", "--null-tokenizer-eod-id 3"),
+    ("data", "--seed", "--seed 7"),
+    ("nothing", "--micro-batch-size", "--micro-batch-size 2"),
+    ("nothing", "--precision", "--bf16"),
+    ("nothing", "--hidden-dropout", "--hidden-dropout 0.1"),
+    ("nothing", "--recompute-granularity", "--recompute-activations"),
+    ("nothing", "--lr", "--lr 1e-3"),
+]
+
+
+@pytest.mark.parametrize("finetune", [False, True], ids=["resume", "finetune"])
+def test_what_changes_the_model_or_the_data_is_refused_and_all_else_is_printed(
+    finetune: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained("--save", str(tmp_path))
+    load = ["--load", str(tmp_path)] + ["--finetune"] * finetune
+    for what, flag, line in CHANGES:
+        context = context_of_rank(tiny_config(*line.split(), *load), 0, 1)
+        capsys.readouterr()
+        if what == "model" or (what == "data" and not finetune):
+            with pytest.raises(CheckpointError, match=rf"{flag}: .* -> .* changes the {what}"):
+                open_checkpoint(context)
+        else:
+            assert open_checkpoint(context) is not None, line
+        assert f"\n  {flag}: " in capsys.readouterr().out, line
 
 
 def corpus(folder: Path, lengths: list[int], *, first: int = 1) -> list[str]:

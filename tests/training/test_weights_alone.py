@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing import CheckpointError, model_tensors, save_checkpoint
+from megatron.checkpointing import CheckpointError, list_checkpoints, model_tensors, save_checkpoint
 from megatron.core.comm_group import CommGroup
 from megatron.training.run import Run
 from tests.helpers.launch import pretrain_tiny, rows_of
 from tests.helpers.numerics import assert_bitwise
 from tests.training.runs import build, counting_corpus, trained
-from tests.training.test_resume import timeless
+from tests.training.test_resume import checksums, timeless
 from tests.training.test_train_step import state_of
 
 ALONE = CommGroup.single("world")
@@ -50,10 +50,13 @@ def test_it_is_loaded_as_by_finetune_and_a_line_says_so(tmp_path: Path, capsys: 
 
 def test_a_run_in_the_folder_of_the_model_goes_on_from_its_own_checkpoints(tmp_path: Path) -> None:
     save_model(build()[0], tmp_path / "run")
+    model = checksums(tmp_path / "run" / "iter_0000000")
     arguments = ["--load", "run", "--save", "run", "--save-interval", "2", "--train-iters", "4", "--log-json", "log"]
     pretrain_tiny(tmp_path, *arguments, "--exit-interval", "2", ranks=2).check()
     pretrain_tiny(tmp_path, *arguments, ranks=2).check()
     assert [row["iteration"] for row in rows_of(tmp_path / "log") if "lm loss" in row] == [1, 2, 3, 4]
+    assert checksums(tmp_path / "run" / "iter_0000000") == model, "iteration 0 is saved once"
+    assert list_checkpoints(tmp_path / "run") == (0, 2, 4)
 
 
 def test_another_model_is_refused_all_the_same(tmp_path: Path) -> None:
