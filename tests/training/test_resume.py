@@ -22,7 +22,7 @@ from megatron.training.pretrain import train
 from tests.data.corpora import numbered_corpus
 from tests.helpers.distributed import run_distributed
 from tests.helpers.launch import Launched, launch_tiny, pretrain_tiny, rows_of
-from tests.helpers.numerics import PARITY_FP32, PARITY_FP64, assert_bitwise, rounded
+from tests.helpers.numerics import PARITY_FP32, PARITY_FP64, assert_bitwise, assert_parity, rounded
 from tests.helpers.tiny import context_of_rank, tiny_config
 from tests.parity.layouts import DATA_PARALLELISM
 from tests.training.runs import Recorder, build, counting_corpus, rows_on_ranks, trained
@@ -167,6 +167,34 @@ def test_resumed_on_other_layouts_the_losses_are_the_same_to_rounding(
         rows += run_distributed(rows_on_ranks, ranks, *go_on, str(iteration), *layout)[-1]
     assert [row["iteration"] for row in rows] == list(range(1, 9))
     assert [row["lm loss"] for row in rows] == pytest.approx(straight.losses, rel=bound)
+
+
+def vocabulary_rows(rank: int, world_size: int, *arguments: str) -> list[dict[str, torch.Tensor]]:
+    """This rank's rows of the two tensors that have one for each token: after the load, and at the end."""
+    run, _ = build(*arguments, rank=rank, world_size=world_size)
+    names = ("model.embedding.word_embeddings.weight", "model.output_layer.weight")
+    loaded = {name: state_of(run)[name] for name in names}
+    train(run)
+    return [loaded, {name: state_of(run)[name] for name in names}]
+
+
+def test_padding_of_the_vocabulary_is_that_of_the_layout_and_holds_nothing(tmp_path: Path) -> None:
+    """Of 251 rows TP 1 makes 300, TP 2 400 and TP 4 400, of which one rank has no token at all."""
+    arguments = ["--untie-embeddings-and-output-weights", "--make-vocab-size-divisible-by", "100", "--train-iters", "4"]
+    saved, _ = trained(*arguments, "--save", str(tmp_path), "--exit-interval", "2")
+    expected = state_of(saved)
+    straight = state_of(trained(*arguments)[0])
+    stored = load_checkpoint(tmp_path, world=CommGroup.single("world")).tensors
+    assert stored["model.output_layer.weight"].shape == (251, 48)
+    for ranks in (1, 2, 4):
+        go_on = (*arguments, "--load", str(tmp_path), "--tensor-model-parallel-size", str(ranks))
+        parts = run_distributed(vocabulary_rows, ranks, *go_on)
+        for name in parts[0][0]:
+            loaded, trained_on = (torch.cat([part[moment][name] for part in parts]) for moment in (0, 1))
+            assert loaded.shape[0] == {1: 300, 2: 400, 4: 400}[ranks]
+            assert_bitwise(loaded[:251], expected[name][:251], name)
+            assert_parity(trained_on[:251], straight[name][:251], name)
+            assert not loaded[251:].any() and not trained_on[251:].any(), "no target, no gradient, no decay"
 
 
 # ---- more iterations, or none ----
