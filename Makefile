@@ -45,6 +45,7 @@ bench: $(STAMP)  ## measure against the alternatives, side by side
 	$(BIN)/python tools/benchmark/pretrain_vs_plain_loop.py
 	$(BIN)/python tools/benchmark/step_overhead.py --threads 1
 	$(BIN)/python tools/benchmark/optimizer_step.py
+	$(BIN)/python tools/benchmark/checkpoint_speed.py
 	$(BIN)/torchrun --nproc-per-node 2 tools/benchmark/activation_memory.py
 
 # Of all that pip says, the steps of the build, and the end where it fails.
