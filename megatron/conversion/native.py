@@ -31,7 +31,6 @@ from megatron.conversion.portable import (
 from megatron.conversion.tokenizer_files import GENERATION, files_of, generation_of, tokenizer_config
 from megatron.conversion.whole_folder import copy_file, whole_folder, write_json
 from megatron.core.comm_group import CommGroup
-from megatron.core.whole_file import sync_folder
 from megatron.model.gpt_model import WORD_EMBEDDINGS
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -112,7 +111,6 @@ def write_native(model: PortableModel, folder: Path) -> MegatronConfig:
             for name, path in model.tokenizer_files.items():
                 copy_file(path, inside / TOKENIZER_FOLDER / name)
             write_json(inside / TOKENIZER_FOLDER / GENERATION, model.generation)
-            sync_folder(inside / TOKENIZER_FOLDER)
     return config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,20 +20,22 @@ from megatron.core.whole_file import sync_folder
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A new folder under a temporary name, which gets its own when the block ends well, and vanishes when it does not.
 
+    Files are to be on the disk when the block ends; the names of all folders are put there.
+
     Raises:
         ConversionError: there is something of this name.
     """
     refuse_existing(folder)
+    folder = folder.resolve()  # "." has no name, and what a link leads to is what can be replaced
     folder.parent.mkdir(parents=True, exist_ok=True)
     inside = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(inside, ignore_errors=True)  # of a conversion that was killed
     inside.mkdir()
     try:
         yield inside
-        sync_folder(inside)
-        if folder.is_dir():
-            folder.rmdir()
-        inside.rename(folder)
+        for below, _, _ in os.walk(inside):
+            sync_folder(Path(below))
+        inside.rename(folder)  # over an empty folder too
         sync_folder(folder.parent)
     finally:
         shutil.rmtree(inside, ignore_errors=True)

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.checkpointing import storage
 from megatron.config.tokenizer import padded_vocab_size
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.arguments import write_arguments
@@ -79,7 +80,7 @@ def write_megatron(
             }
             ranks = [f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "") for rank in range(tensor)]
             _write_stage([unfinished / RELEASE / rank for rank in ranks], state, chunks, gated=config.gated)
-        (unfinished / TRACKER).write_text(RELEASE)
+        storage.write_file(unfinished / TRACKER, RELEASE.encode())
 
 
 def _write_stage(
