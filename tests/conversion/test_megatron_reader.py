@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.conversion.megatron_lm.flat_buffers import bucket_limit, flat_buckets
+from megatron.conversion.megatron_lm.names import flat_names
 from megatron.conversion.megatron_lm.reader import read_megatron
 from megatron.conversion.portable import ConversionError, PortableModel
 from tests.conversion.megatron_files import (
@@ -245,9 +246,22 @@ def test_older_and_newer_names_before_core_are_the_same(spellings: tuple[tuple[s
     assert_same_tensors(read_megatron(copy), read_megatron(CHECKPOINTS / "before_core_gpt/tp1pp2"))
 
 
+def optimizer_that_keeps(model: Any) -> dict[str, Any]:
+    """The state of an optimizer whose moments and main weights are the weights themselves."""
+    every = [tensor for _, tensor in flat_names(model) if isinstance(tensor, Tensor)]
+    groups = [[tensor for tensor in every if (tensor.dim() == 1) == vectors] for vectors in (False, True)]
+    numbers = iter(range(len(every)))
+    params = [[next(numbers) for _ in group] for group in groups]
+    state = {n: {"exp_avg": tensor, "exp_avg_sq": tensor} for n, tensor in enumerate(groups[0] + groups[1])}
+    return {
+        "optimizer": {"param_groups": [{"params": each, "step": 3} for each in params], "state": state},
+        "fp32_from_fp16_params": groups,
+    }
+
+
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, None])
 def test_rows_of_queries_keys_and_values_are_ordered_by_the_version(version: float | None, tmp_path: Path) -> None:
-    """Each row is given its number, and written in the order that the version had."""
+    """Each row is given its number, and written in the order that the version had; what the optimizer keeps too."""
     heads, width, tensor = 4, 6, 2
 
     def change(rank: str, state: Any) -> None:
@@ -265,8 +279,12 @@ def test_rows_of_queries_keys_and_values_are_ordered_by_the_version(version: flo
             del state["checkpoint_version"]
         else:
             state["checkpoint_version"] = version
+        state["optimizer"] = optimizer_that_keeps(state["model"])
 
-    found = weights(read_megatron(changed("before_core_gpt/tp2pp1", tmp_path, change)))
+    model = read_megatron(changed("before_core_gpt/tp2pp1", tmp_path, change))
+    found, states = weights(model), read_all(model)
+    for name, weight in found.items():
+        assert_bitwise(states[f"optimizer.exp_avg.{name}"], weight, name)
     rows = torch.arange(3 * heads * width // tensor).float()
     expected = torch.cat([rows, rows + 1000])
     for layer in range(4):

@@ -65,12 +65,13 @@ def read_torch_layout(folder: Path, *, weights_only: bool) -> MegatronContents:
     chunks: dict[tuple[int, int], list[ChunkTensors]] = {}
     for stage, ranks in enumerate(grid):
         for rank in ranks:
-            models = _models(rank, config)
+            models = _models(rank)
             states: list[ChunkTensors] = [{}] * len(models)
             if with_training:
                 states = _states(rank, models)
             for number, (model, state) in enumerate(zip(models, states)):
-                chunks.setdefault((number, stage), []).append({"model": model, **state})
+                tensors = _rows_by_heads({"model": model, **state}, rank, config)
+                chunks.setdefault((number, stage), []).append(tensors)
     iteration = int(first.content.get("iteration", first.content.get("total_iters", 0)))
     training = None
     if with_training:
@@ -130,33 +131,44 @@ def _read_rank(path: Path) -> _RankFile:
     return _RankFile(path=path, content=content, arguments=fields)
 
 
-def _models(rank: _RankFile, config: TransformerConfig) -> list[dict[str, LazyTensor]]:
+def _models(rank: _RankFile) -> list[dict[str, LazyTensor]]:
     """The weights of a rank's model chunks by our names, in the order of their registration."""
     content = rank.content
     names = ["model"] if "model" in content else [f"model{number}" for number in range(len(content))]
     states = [content[name] for name in names if name in content]
     if not states or not all(isinstance(state, Mapping) for state in states):
         raise ConversionError(f"{rank.path}: holds no model")
-    version = float(content.get("checkpoint_version", 0))
     models = []
     for state in states:
         model = {}
         for name, value in flat_names(state):
             ours = native_name(name)
             if ours is not None and isinstance(value, LazyTensor):
-                if ".self_attention.linear_qkv." in ours and version < 2:
-                    value = _by_heads(value, config, version, rank.size("tensor_model_parallel_size"))
                 model[ours] = value
         models.append(model)
     return models
 
 
-def _by_heads(tensor: LazyTensor, config: TransformerConfig, version: float, tensor_size: int) -> LazyTensor:
-    """Rows of queries, keys and values by heads, each [q, k, v], as checkpoints have them from version 2 on.
+def _rows_by_heads(tensors: ChunkTensors, rank: _RankFile, config: TransformerConfig) -> ChunkTensors:
+    """Weights, and states in the same order, with the rows of queries, keys and values by heads, each [q, k, v].
 
-    Before, they were ordered [q, k, v] of all heads of the rank; in version 1 heads came first and q, k, v last.
+    From version 2 on checkpoints have them so. Before, they were ordered [q, k, v] of all heads of the rank; in version
+    1 heads came first and q, k, v last.
     """
-    heads, width = config.num_attention_heads // tensor_size, config.head_dim
+    version = float(rank.content.get("checkpoint_version", 0))
+    if version >= 2:
+        return tensors
+    heads = config.num_attention_heads // rank.size("tensor_model_parallel_size")
+    return {
+        kind: {
+            name: _by_heads(tensor, heads, config.head_dim, version) if ".linear_qkv." in name else tensor
+            for name, tensor in named.items()
+        }
+        for kind, named in tensors.items()
+    }
+
+
+def _by_heads(tensor: LazyTensor, heads: int, width: int, version: float) -> LazyTensor:
     if tensor.shape[0] != 3 * heads * width:
         raise ConversionError(f"{tensor.shape[0]} rows of queries, keys and values, and {heads} heads of {width} each")
 
