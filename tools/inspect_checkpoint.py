@@ -53,7 +53,6 @@ class Statistics:
         smallest, largest: None where no element is finite.
     """
 
-    elements: int
     not_finite: int
     sum_of_squares: float
     smallest: float | None
@@ -78,11 +77,10 @@ def parts_of(tensor: Tensor) -> Sequence[Tensor]:
 
 def _of_part(part: Tensor) -> Statistics:
     finite = part
-    if not all(end.isfinite() for end in torch.aminmax(part)):  # NaN is both the least and the largest
+    if part.numel() and not all(end.isfinite() for end in torch.aminmax(part)):  # NaN is both the least and the largest
         finite = part[part.isfinite()]
     least, most = map(float, torch.aminmax(finite)) if finite.numel() else (None, None)
     return Statistics(
-        elements=part.numel(),
         not_finite=part.numel() - finite.numel(),
         sum_of_squares=float(torch.linalg.vector_norm(finite, dtype=torch.float64)) ** 2,
         smallest=least,
@@ -92,7 +90,6 @@ def _of_part(part: Tensor) -> Statistics:
 
 def together(parts: Sequence[Statistics]) -> Statistics:
     return Statistics(
-        elements=sum(part.elements for part in parts),
         not_finite=sum(part.not_finite for part in parts),
         sum_of_squares=sum(part.sum_of_squares for part in parts),
         smallest=min((part.smallest for part in parts if part.smallest is not None), default=None),
@@ -106,11 +103,13 @@ class Change:
 
     Attributes:
         identical: byte for byte.
-        largest: of the differences between finite elements.
+        not_finite: elements that differ by no number: one of the two is NaN or infinite, or both are, and not the same.
+        largest: of the differences between the other elements.
         sum_of_squares: of these differences; sum_of_squares_before: of the elements of the first.
     """
 
     identical: bool
+    not_finite: int
     largest: float
     sum_of_squares: float
     sum_of_squares_before: float
@@ -124,21 +123,28 @@ class Change:
 
     def as_json(self) -> dict[str, Any]:
         relative = self.relative if self.sum_of_squares_before else None
-        return {"identical": self.identical, "largest": self.largest, "relative": relative}
+        return {
+            "identical": self.identical,
+            "not_finite": self.not_finite,
+            "largest": self.largest,
+            "relative": relative,
+        }
 
 
 def change_of(one: Tensor, other: Tensor) -> Change:
     """Of two tensors of one shape."""
     if one.dtype == other.dtype and torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8)):
-        return Change(identical=True, largest=0.0, sum_of_squares=0.0, sum_of_squares_before=0.0)
+        return Change(identical=True, not_finite=0, largest=0.0, sum_of_squares=0.0, sum_of_squares_before=0.0)
     differences, before = [], []
     for part, changed in zip(parts_of(one), parts_of(other), strict=True):
-        differences.append(_of_part(part.double() - changed.double()))
+        same = (part == changed) | (part.isnan() & changed.isnan())
+        differences.append(_of_part((changed.double() - part.double()).masked_fill_(same, 0.0)))
         before.append(_of_part(part))
     found = together(differences)
     return Change(
         identical=False,
-        largest=max(-(found.smallest or 0.0), found.largest or 0.0),
+        not_finite=found.not_finite,
+        largest=max(found.largest or 0.0, -(found.smallest or 0.0)),
         sum_of_squares=found.sum_of_squares,
         sum_of_squares_before=together(before).sum_of_squares,
     )
@@ -281,10 +287,11 @@ def compare(one: Checkpoint, other: Checkpoint, *, by_layer: bool) -> tuple[bool
     changed = [key for key, change in changes.items() if not change.identical]
     say("")
     if changed:
-        rows = [["tensor", "number", "largest difference", "relative"]]
+        rows = [["tensor", "number", "largest difference", "relative", "not finite"]]
         for name, keys in groups(one, changed, by_layer=by_layer).items():
             largest, relative = (max(getattr(changes[key], name) for key in keys) for name in ("largest", "relative"))
-            rows.append([name, str(len(keys)), shown(largest), shown(relative)])
+            not_finite = sum(changes[key].not_finite for key in keys)
+            rows.append([name, str(len(keys)), shown(largest), shown(relative), shown(not_finite)])
         print_table(rows)
         say(f"\nthe first that differs is {changed[0]}")
     alike = len(comparable) - len(changed)

@@ -81,7 +81,7 @@ def test_statistics_of_a_tensor_larger_than_is_looked_at_at_once(
     monkeypatch.setitem(TOOL["parts_of"].__globals__, "_AT_ONCE", 100)
     tensor = (torch.randn(7, 50, generator=torch.Generator().manual_seed(0)) * 10).to(dtype)
     found = TOOL["statistics_of"](tensor)
-    assert (found.elements, found.not_finite) == (350, 0)
+    assert found.not_finite == 0
     assert (found.smallest, found.largest) == (float(tensor.min()), float(tensor.max()))
     assert found.norm == pytest.approx(float(tensor.double().norm()), rel=1e-12)
 
@@ -93,6 +93,14 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out() -> None:
     assert found.norm == pytest.approx(5**0.5)
     nothing = TOOL["statistics_of"](torch.tensor([math.nan]))
     assert (nothing.not_finite, nothing.smallest, nothing.largest, nothing.norm) == (1, None, None, 0.0)
+
+
+def test_a_tensor_of_no_elements_has_no_numbers() -> None:
+    empty = torch.zeros(0, 3)
+    found = TOOL["statistics_of"](empty)
+    assert (found.not_finite, found.smallest, found.largest, found.norm) == (0, None, None, 0.0)
+    change = TOOL["change_of"](empty, empty.double())
+    assert (change.identical, change.not_finite, change.largest, change.relative) == (False, 0, 0.0, 0.0)
 
 
 def test_tensors_with_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
@@ -153,6 +161,17 @@ def test_zeros_of_two_signs_and_dtypes_are_not_the_same_bytes() -> None:
     assert not TOOL["change_of"](torch.ones(2), torch.ones(2).double()).identical
     nan = torch.tensor([math.nan, 1.0])
     assert TOOL["change_of"](nan, nan.clone()).identical
+
+
+def test_a_change_in_numbers_that_are_not_finite_is_counted() -> None:
+    """NaN with another sign or payload is the same; and what is alike in both has not changed."""
+    before = torch.tensor([1.0, 1.0, math.inf, math.inf, math.nan, math.nan, 4.0])
+    after = torch.tensor([1.0, math.nan, math.inf, -math.inf, -math.nan, 2.0, 4.0])
+    change = TOOL["change_of"](before, after)
+    assert (change.identical, change.not_finite, change.relative) == (False, 3, 0.0)
+    assert math.copysign(1.0, change.largest) == 1.0 and change.largest == 0.0
+    assert TOOL["change_of"](before, after + torch.tensor([0, 0, 0, 0, 0, 0, 0.5])).largest == 0.5
+    assert change.as_json()["not_finite"] == 3
 
 
 def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:
