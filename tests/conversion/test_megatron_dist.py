@@ -152,6 +152,18 @@ CHANGES: dict[str, tuple[str, Callable[[Metadata], None], str]] = {
         ),
         "should fit into",
     ),
+    "a chunk of more dimensions than any has": (
+        PLAIN,
+        lambda index: tensor(index, EMBEDDING).chunks.__setitem__(
+            0, replace(tensor(index, EMBEDDING).chunks[0], sizes=torch.Size([2**50] * 2000))
+        ),
+        "has a chunk that is none",
+    ),
+    "a shape of more dimensions than any has": (
+        PLAIN,
+        lambda index: setattr(tensor(index, EMBEDDING), "size", torch.Size([2**50] * 2000)),
+        "has no shape or type",
+    ),
     "a chunk twice": (
         PLAIN,
         lambda index: tensor(index, EMBEDDING).chunks.append(tensor(index, EMBEDDING).chunks[0]),

@@ -225,6 +225,12 @@ TENSORS: dict[str, tuple[bytes, str]] = {
     "of a negative size": (tensor_program(size=(-4,)), "whose shape is none"),
     "of a negative stride": (tensor_program(strides=(-1,)), "whose shape is none"),
     "of more sizes than strides": (tensor_program(size=(2, 2)), "whose shape is none"),
+    "of more dimensions than any has": (tensor_program(size=(1,) * 17, strides=(1,) * 17), "whose shape is none"),
+    "of dimensions that it takes minutes to count": (
+        tensor_program(size=(2**60,) * 20_000, strides=(1,) * 20_000),
+        "whose shape is none",
+    ),
+    "of a size that no memory has": (tensor_program(size=(2**60 + 1, 0), strides=(0, 1)), "whose shape is none"),
     "of a storage that is longer than its file": (tensor_program(length=5), "should hold 5 numbers"),
     "of a wider type than the file has": (tensor_program(dtype=torch.DoubleStorage), "should hold 4 numbers"),
     "of a storage that is not there": (tensor_program(key="7"), "has no numbers data/7"),

@@ -79,6 +79,8 @@ _STAND_IN_PACKAGES = (
 _MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _STREAM_VERSION = 1001
 _LOCAL_HEADER = 30  # bytes of a zip's header before the member's name
+# Of a tensor: more has none, and to multiply the sizes of ten thousand dimensions takes minutes.
+_MOST_DIMENSIONS, _MOST_ELEMENTS = 16, 2**60
 
 
 class StandIn:
@@ -388,7 +390,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, key: Any) -> _Storage:
         kind, dtype, name, _, length, *view = key
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or not _is_size(length):
+        if kind != "storage" or type(name) is not str or not isinstance(dtype, torch.dtype) or not _is_size(length):
             raise pickle.UnpicklingError("it refers to something outside of it that is no storage")
         if view not in ([], [None]):
             raise ConversionError(f"{self._path}: data/{name} is a part of another storage, which no checkpoint has")
@@ -407,7 +409,7 @@ class _Unpickler(pickle.Unpickler):
         if not isinstance(storage, _Storage):
             raise pickle.UnpicklingError("a tensor without a storage")
         sizes, steps = tuple(shape), tuple(strides)
-        if len(sizes) != len(steps) or not all(map(_is_size, (offset, *sizes, *steps))):
+        if len(sizes) != len(steps) or not (_is_size(offset) and is_shape(sizes) and is_shape(steps)):
             raise pickle.UnpicklingError("a tensor whose shape is none")
         span = offset + 1 + sum((size - 1) * step for size, step in zip(sizes, steps)) if 0 not in sizes else offset
         if span > storage.length or math.prod(sizes) > storage.length:
@@ -450,8 +452,13 @@ def _check_instructions(path: Path, program: IO[bytes]) -> None:
             raise ConversionError(f"{path}: remembers a value as number {argument}, with {number} values before it")
 
 
+def is_shape(sizes: tuple[Any, ...]) -> bool:
+    """Whether these can be sizes of a tensor, which are counted with: few of them, and none beyond any memory."""
+    return len(sizes) <= _MOST_DIMENSIONS and all(map(_is_size, sizes))
+
+
 def _is_size(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value <= _MOST_ELEMENTS
 
 
 def _latin(text: Any, encoding: Any = "latin1") -> bytes:

@@ -28,7 +28,7 @@ from megatron.conversion.megatron_lm.contents import MegatronContents
 from megatron.conversion.megatron_lm.flat_buffers import KINDS, bucket_limit, flat_buckets
 from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, native_name
 from megatron.conversion.megatron_lm.optimizer import ADVICE, STATES, common_step, groups_of, training_state
-from megatron.conversion.megatron_lm.pickles import StandIn, read_pickle, read_torch_file
+from megatron.conversion.megatron_lm.pickles import StandIn, is_shape, read_pickle, read_torch_file
 from megatron.conversion.megatron_lm.shards import ChunkTensors, assembled, cut_shape
 from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes
 
@@ -183,11 +183,13 @@ def _stored(
     shape, properties = tuple(fields["size"]), fields["properties"]
     kept = properties.state if isinstance(properties.state, tuple) else tuple(properties.fields.values())
     dtypes = [value for value in kept if isinstance(value, torch.dtype)]
-    if len(dtypes) != 1 or not all(type(size) is int and size >= 0 for size in shape):
+    if len(dtypes) != 1 or not is_shape(shape):
         raise ConversionError(f"{path}: {key} has no shape or type")
     chunks = []
     for chunk in fields["chunks"]:
         box = Box(offset=tuple(chunk.fields["offsets"]), shape=tuple(chunk.fields["sizes"]))
+        if not (is_shape(box.offset) and is_shape(box.shape)):
+            raise ConversionError(f"{path}: {key} has a chunk that is none")
         place = places.get((key, box.offset))
         if place is None:
             raise ConversionError(f"{path}: says of the chunk {box} of {key} not where it is")
