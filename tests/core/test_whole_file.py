@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.whole_file import WholeFile, whole_file
+from megatron.core.file_lock import NoLocksError
+from megatron.core.whole_file import WholeFile, has_writer, whole_file
 
 FORK_SERVER = multiprocessing.get_context("forkserver")
 
@@ -101,3 +102,25 @@ def test_a_file_system_without_locks_keeps_what_was_left(
     with whole_file(tmp_path / "x") as file:
         file.write(b"new")
     assert names(tmp_path) == sorted(["x", killed.name])
+
+
+def test_a_file_has_a_writer_until_it_has_its_name_or_is_discarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "index"
+    assert not has_writer(path)
+    for end in (WholeFile.publish, WholeFile.discard):
+        whole = WholeFile(path)
+        assert has_writer(path)
+        end(whole)
+        assert not has_writer(path)
+    whole = WholeFile(path)
+    whole.file.close()  # as the kernel does for a process that dies
+    assert list(tmp_path.glob("index.*.tmp"))
+    assert not has_writer(path)
+
+    def no_locks(descriptor: int) -> bool:
+        raise NoLocksError(38, "Function not implemented")
+
+    monkeypatch.setattr("megatron.core.whole_file.try_flock", no_locks)
+    assert has_writer(path)  # for all that is known
