@@ -22,7 +22,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
-from math import log
+from math import inf, log
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,12 @@ def main() -> None:
     with model_in_use(options) as used:
         results: dict[str, dict[str, Any]] = {}
         if text is not None:
-            score = score_stream(used, options, str(options.text), begun(used.opened.tokenizer, text))
+            before, tokens = begun(used.opened.tokenizer, text)
+            score = score_stream(used, options, str(options.text), tokens, after=before)
             bits = score.nats / log(2) / len(text.encode())
             results["text"] = {"file": str(options.text), **numbers_of(score), "bits_per_byte": bits}
         if ids is not None:
-            score = score_stream(used, options, options.data_path, after_end(used.opened.tokenizer, ids))
+            score = score_stream(used, options, options.data_path, ids, after=used.opened.tokenizer.eod)
             results["data"] = {"file": options.data_path, **numbers_of(score)}
         if texts is not None:
             words = score_words(used, options, texts)
@@ -77,6 +78,9 @@ def main() -> None:
             report(results)
             checkpoint = used.opened.checkpoint
             if options.json is not None:
+                for result in results.values():
+                    if result["perplexity"] == inf:  # which JSON has not
+                        result["perplexity"] = None
                 results_of = {"checkpoint": str(checkpoint.folder), "iteration": checkpoint.iteration, **results}
                 with whole_file(options.json) as file:
                     file.write((json.dumps(results_of, indent=1) + "\n").encode())
@@ -103,18 +107,14 @@ def ids_of(prefix: str) -> Tokens:
     return np.memmap(bin_path(prefix), dtype=dataset.dtype, mode="r")
 
 
-def begun(tokenizer: Tokenizer, text: str) -> Tokens:
-    """A text after what begins it: a token of the tokenizer's own, where it adds one, else the end of a document."""
+def begun(tokenizer: Tokenizer, text: str) -> tuple[int, Tokens]:
+    """What begins a text, a token that the tokenizer adds or else the end of a document; and the text's own tokens."""
     ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
-    return ids if tokenizer.encode("") else after_end(tokenizer, ids)
+    return (int(ids[0]), ids[1:]) if tokenizer.encode("") else (tokenizer.eod, ids)
 
 
-def after_end(tokenizer: Tokenizer, ids: Tokens) -> Tokens:
-    return np.concatenate((np.array([tokenizer.eod]).astype(ids.dtype), ids))
-
-
-def score_stream(used: UsedModel, options: argparse.Namespace, name: str, ids: Tokens) -> Score:
-    """The score of all tokens of a file but the first of these."""
+def score_stream(used: UsedModel, options: argparse.Namespace, name: str, ids: Tokens, *, after: int) -> Score:
+    """The score of all tokens of a file, of which the first is predicted from the one that it comes after."""
     opened, rows = used.opened, used.staged.part.vocab_size
     stride = opened.context_length if options.stride is None else options.stride
     if not 1 <= stride <= opened.context_length:
@@ -122,16 +122,19 @@ def score_stream(used: UsedModel, options: argparse.Namespace, name: str, ids: T
             f"--stride ({stride}) must be at least 1 and at most {opened.context_length}, the length of a window: "
             "beyond, there would be tokens between windows"
         )
-    if len(ids) < 2:
+    if len(ids) == 0:
         raise UserError(f"{name}: has no token to score")
-    if not 0 <= ids.min() <= ids.max() < rows:
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or most >= rows:
         raise UserError(
-            f"{name}: holds token {ids.max():,}, and the model knows 0 to {rows - 1:,}: it is of another tokenizer"
+            f"{name}: holds token {least if least < 0 else most:,}, and the model knows 0 to {rows - 1:,}: "
+            "it is of another tokenizer"
         )
-    with progress_of(used, len(ids) - 1, name, unit="token") as scored:
+    with progress_of(used, len(ids), name, unit="token") as scored:
         return score_text(
             used.staged,
             ids,
+            after=after,
             context_length=opened.context_length,
             stride=stride,
             batch_size=options.batch_size,

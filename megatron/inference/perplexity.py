@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,11 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        return exp(min(self.loss, 700.0))  # beyond, a float64 has no number for it
+        """Infinite where a float64 has no number for it."""
+        try:
+            return exp(self.loss)
+        except OverflowError:
+            return inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +59,21 @@ class WordScore(Score):
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Tokens `start` to `stop` go in; what follows those from `first` on is scored, the rest is only looked back on."""
+    """Tokens `start` to `stop` are predicted; those from `first` on are scored, the rest is only looked back on."""
 
     start: int
     stop: int
     first: int
 
 
-def windows(num_inputs: int, *, context_length: int, stride: int) -> Iterator[Window]:
+def windows(num_tokens: int, *, context_length: int, stride: int) -> Iterator[Window]:
     """Windows of at most `context_length` tokens, each `stride` after the last, that score each token once."""
     done = 0
-    for start in range(0, num_inputs, stride):
-        stop = min(start + context_length, num_inputs)
+    for start in range(0, num_tokens, stride):
+        stop = min(start + context_length, num_tokens)
         yield Window(start=start, stop=stop, first=done)
         done = stop
-        if done == num_inputs:
+        if done == num_tokens:
             return
 
 
@@ -78,14 +82,17 @@ def score_text(
     model: StagedModel,
     tokens: Tokens,
     *,
+    after: int,
     context_length: int,
     stride: int,
     batch_size: int,
     scored: Callable[[int], object] = lambda tokens: None,
 ) -> Score:
-    """Score all tokens but the first, which the second is predicted from; a collective over the ranks of the model.
+    """Score all tokens of a text; a collective over the ranks of the model.
 
     Args:
+        tokens: may be mapped from a file that is larger than the memory: a few windows of it are held at a time.
+        after: the token that the first one is predicted from.
         stride: where it is `context_length`, windows do not overlap, and a token is predicted from those before it in
             its window; where it is less, from `context_length - stride` of them or more.
         batch_size: windows that go through the model together.
@@ -94,8 +101,8 @@ def score_text(
     Raises:
         UserError: the losses are not finite.
     """
-    assert len(tokens) > 1 and 1 <= stride <= context_length
-    all_windows = list(windows(len(tokens) - 1, context_length=context_length, stride=stride))
+    assert len(tokens) > 0 and 1 <= stride <= context_length
+    all_windows = list(windows(len(tokens), context_length=context_length, stride=stride))
     length = max(window.stop - window.start for window in all_windows)
     rows = min(batch_size, len(all_windows))
     # So many micro-batches follow each other through the stages, and most of the time none waits.
@@ -104,25 +111,26 @@ def score_text(
     for number in range(0, len(all_windows), together):
         part = all_windows[number : number + together]
         batches = [
-            _batch(tokens, part[first : first + rows], rows=rows, length=length, device=model.device)
+            _batch(tokens, part[first : first + rows], after=after, rows=rows, length=length, device=model.device)
             for first in range(0, len(part), rows)
         ]
         losses = model.run([batch for batch, _ in batches])  # [b, s] each, where the output is
         for loss, (_, is_scored) in zip(losses, batches):
             nats += loss[is_scored].sum(dtype=torch.float64)
         scored(sum(window.stop - window.first for window in part))
-    return Score(tokens=len(tokens) - 1, nats=_total(model, nats))
+    return Score(tokens=len(tokens), nats=_total(model, nats))
 
 
 def _batch(
-    tokens: Tokens, part: Sequence[Window], *, rows: int, length: int, device: torch.device
+    tokens: Tokens, part: Sequence[Window], *, after: int, rows: int, length: int, device: torch.device
 ) -> tuple[ModelInput, Tensor]:
     """Windows side by side, filled up to [rows, length], and where in it tokens are scored."""
     inputs, labels = torch.zeros(2, rows, length, dtype=torch.int64)
     is_scored = torch.zeros(rows, length, dtype=torch.bool)
     for row, window in enumerate(part):
-        held = torch.from_numpy(tokens[window.start : window.stop + 1].astype(np.int64))
-        inputs[row, : len(held) - 1], labels[row, : len(held) - 1] = held[:-1], held[1:]
+        held = torch.from_numpy(tokens[window.start : window.stop].astype(np.int64))
+        labels[row, : len(held)], inputs[row, 1 : len(held)] = held, held[:-1]
+        inputs[row, 0] = after if window.start == 0 else int(tokens[window.start - 1])
         is_scored[row, window.first - window.start : window.stop - window.start] = True
     batch = ModelInput(
         tokens=inputs.to(device), position_ids=_positions(rows, length, device), labels=labels.to(device)

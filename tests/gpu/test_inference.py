@@ -56,7 +56,7 @@ def test_texts_and_scores_are_those_of_a_cpu(models: list[StagedModel]) -> None:
     texts = [text_of(model) for model in models]
     assert texts[0] == texts[1]
     tokens = np.arange(100) * 7 % 250
-    scores = [score_text(model, tokens, context_length=24, stride=10, batch_size=3) for model in models]
+    scores = [score_text(model, tokens, after=7, context_length=24, stride=10, batch_size=3) for model in models]
     assert scores[1].nats == pytest.approx(scores[0].nats, rel=PARITY_FP64)
     words = [LastWord(tokens=[*range(length)], start=length - 1) for length in (3, 9, 20)]
     last = [score_last_words(model, words, batch_size=2) for model in models]

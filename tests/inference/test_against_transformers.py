@@ -46,7 +46,7 @@ def test_perplexity_is_theirs(case: str, stride: int) -> None:
         nats += float(F.cross_entropy(theirs(ids).logits[0, :-1], labels[0, 1:], reduction="sum"))
         if done == len(text):
             break
-    score = score_text(ours, text, context_length=CONTEXT, stride=stride, batch_size=2)
+    score = score_text(ours, text[1:], after=int(text[0]), context_length=CONTEXT, stride=stride, batch_size=2)
     assert score.nats == pytest.approx(nats, rel=PARITY_FP64)
 
 

@@ -31,7 +31,8 @@ from tests.helpers.numerics import PARITY_FP64
 from tests.model.tiny import ARCHITECTURES, VOCAB, build, jitter, tiny_config
 
 CONTEXT = 16
-TEXT: Tokens = np.random.default_rng(0).integers(0, VOCAB, 100).astype(np.uint16)
+BEFORE = 5
+TEXT: Tokens = np.random.default_rng(0).integers(0, VOCAB, 99).astype(np.uint16)
 WORDS = [
     LastWord(tokens=[1, 2, 3, 4, 5], start=3),
     LastWord(tokens=[7, 8], start=1),
@@ -53,8 +54,9 @@ def log_probabilities(model: GPTModel, tokens: list[int]) -> Tensor:
     return logits - logits.exp().sum(dim=-1, keepdim=True).log()
 
 
-def by_hand(model: GPTModel, text: Tokens, stride: int) -> float:
+def by_hand(model: GPTModel, tokens: Tokens, stride: int) -> float:
     """Each token's -log p, from the first window that it is in."""
+    text = [BEFORE, *tokens]
     nats, done = 0.0, 1
     for start in range(0, len(text) - 1, stride):
         window = [int(token) for token in text[start : start + CONTEXT + 1]]
@@ -71,16 +73,28 @@ def by_hand(model: GPTModel, text: Tokens, stride: int) -> float:
 def test_a_text_is_scored_as_by_hand(architecture: str, stride: int) -> None:
     model = single(**ARCHITECTURES[architecture])
     told: list[int] = []
-    score = score_text(model, TEXT, context_length=CONTEXT, stride=stride, batch_size=3, scored=told.append)
+    score = score_text(
+        model, TEXT, after=BEFORE, context_length=CONTEXT, stride=stride, batch_size=3, scored=told.append
+    )
     assert score.nats == pytest.approx(by_hand(model.part, TEXT, stride), rel=PARITY_FP64)
-    assert score.tokens == sum(told) == len(TEXT) - 1
+    assert score.tokens == sum(told) == len(TEXT)
     assert score.perplexity == math.exp(score.nats / 99)
 
 
 def test_a_text_within_the_context_is_one_window() -> None:
     model = single()
-    score = score_text(model, TEXT[:9], context_length=CONTEXT, stride=4, batch_size=2)
+    score = score_text(model, TEXT[:9], after=BEFORE, context_length=CONTEXT, stride=4, batch_size=2)
     assert score.nats == pytest.approx(by_hand(model.part, TEXT[:9], CONTEXT), rel=PARITY_FP64)
+
+
+def test_a_text_may_come_after_a_token_that_its_type_does_not_hold() -> None:
+    """As the end of a document in a corpus of bytes."""
+    model = StagedModel(build(tiny_config(), vocab_size=300), ModelRanks.single())
+    found = [
+        score_text(model, tokens, after=299, context_length=CONTEXT, stride=7, batch_size=2)
+        for tokens in (TEXT.astype(np.uint8), TEXT)
+    ]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("stride", [4, 3, 1])
@@ -121,13 +135,14 @@ def test_a_word_is_right_when_each_of_its_tokens_is_the_most_likely_one() -> Non
     assert (score.right, score.accuracy) == (1, 0.5)
 
 
-def test_a_loss_beyond_all_numbers_has_a_perplexity() -> None:
-    assert math.isfinite(Score(tokens=1, nats=1e6).perplexity)
+def test_a_perplexity_beyond_all_numbers_is_infinite() -> None:
+    assert Score(tokens=1, nats=709.0).perplexity == math.exp(709)
+    assert Score(tokens=1, nats=1e6).perplexity == math.inf
 
 
 def scores(model: StagedModel) -> tuple[Score, WordScore]:
     return (
-        score_text(model, TEXT, context_length=CONTEXT, stride=7, batch_size=2),
+        score_text(model, TEXT, after=BEFORE, context_length=CONTEXT, stride=7, batch_size=2),
         score_last_words(model, WORDS, batch_size=2),
     )
 
@@ -162,6 +177,6 @@ def test_losses_that_are_not_finite_are_refused(wrong: float) -> None:
     assert model.part.decoder.final_layernorm is not None
     model.part.decoder.final_layernorm.weight.data[0] = wrong
     with pytest.raises(UserError, match="not finite"):
-        score_text(model, TEXT, context_length=CONTEXT, stride=CONTEXT, batch_size=4)
+        score_text(model, TEXT, after=BEFORE, context_length=CONTEXT, stride=CONTEXT, batch_size=4)
     with pytest.raises(UserError, match="not finite"):
         score_last_words(model, WORDS, batch_size=4)

@@ -15,9 +15,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
+from megatron.inference import perplexity
 from megatron.inference.load import open_model
-from megatron.inference.perplexity import score_text
-from megatron.inference.stages import ModelRanks
+from megatron.inference.perplexity import Score, Tokens, score_text
+from megatron.inference.stages import ModelRanks, StagedModel
 from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron.tokenizer.tokenizers_tokenizer import huggingface_tokenizer
 from tests.data.corpora import write_corpus
@@ -54,30 +55,49 @@ def refused(folder: Path, *arguments: str | Path) -> str:
 @pytest.mark.parametrize("stride", [24, 10])
 def test_a_text_is_scored_with_all_of_its_tokens(folder: Path, stride: int) -> None:
     model = open_model(folder / "checkpoints")
-    tokens = np.array([model.tokenizer.eod, *model.tokenizer.encode(TEXT)])
+    tokens = np.array(model.tokenizer.encode(TEXT))
     expected = score_text(
         model.load(ModelRanks.single(), torch.device("cpu")),
         tokens,
+        after=model.tokenizer.eod,
         context_length=24,
         stride=stride,
         batch_size=100,
     )
     results, printed = evaluate(folder, "--text", folder / "text.txt", "--stride", str(stride))
     found = results["text"]
-    assert found["tokens"] == len(tokens) - 1
+    assert found["tokens"] == len(tokens)
     assert found["loss"] == pytest.approx(expected.loss, rel=1e-10)
     assert found["perplexity"] == pytest.approx(math.exp(expected.loss), rel=1e-10)
     assert found["bits_per_byte"] == pytest.approx(expected.nats / math.log(2) / len(TEXT.encode()), rel=1e-10)
     assert results["iteration"] == 1
     names, numbers = (line.split() for line in printed.splitlines())
     assert names == ["file", "tokens", "loss", "perplexity", "bits", "per", "byte"]
-    assert numbers[:3] == [str(folder / "text.txt"), f"{len(tokens) - 1:,}", f"{expected.loss:.6g}"]
+    assert numbers[:3] == [str(folder / "text.txt"), f"{len(tokens):,}", f"{expected.loss:.6g}"]
 
 
 def test_tokens_of_a_corpus_are_scored_as_one_stream(folder: Path) -> None:
     results, _ = evaluate(folder, "--text", folder / "text.txt", "--data-path", folder / "corpus")
     assert results["data"]["loss"] == results["text"]["loss"]
     assert results["data"]["tokens"] == results["text"]["tokens"]
+
+
+def test_a_corpus_is_scored_where_it_is_mapped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be larger than the memory."""
+
+    def score_mapped(model: StagedModel, tokens: Tokens, **arguments: Any) -> Score:
+        assert isinstance(tokens, np.memmap)
+        return score_text(model, tokens, **arguments)
+
+    monkeypatch.setattr(perplexity, "score_text", score_mapped)
+    run("evaluate", "--load", folder / "checkpoints", "--data-path", folder / "corpus")
+
+
+def test_a_perplexity_that_json_has_no_number_for_is_null(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Score, "perplexity", math.inf)
+    results, printed = evaluate(folder, "--text", folder / "text.txt")
+    assert results["text"]["perplexity"] is None
+    assert "inf" in printed.split()
 
 
 @pytest.mark.parametrize("tensor, pipeline", [(2, 1), (1, 2), (2, 2)])
@@ -99,10 +119,12 @@ def test_a_text_begins_after_the_end_of_another_or_as_its_tokenizer_begins_it(tm
     tokenizer = Backend(WordLevel({"a": 0, "b": 1, "<s>": 2, "</s>": 3}, unk_token="a"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert begun(huggingface_tokenizer(tmp_path), "a b").tolist() == [3, 0, 1]
+    before, tokens = begun(huggingface_tokenizer(tmp_path), "a b")
+    assert (before, tokens.tolist()) == (3, [0, 1])
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert begun(huggingface_tokenizer(tmp_path), "a b").tolist() == [2, 0, 1]
+    before, tokens = begun(huggingface_tokenizer(tmp_path), "a b")
+    assert (before, tokens.tolist()) == (2, [0, 1])
 
 
 def test_last_words_are_asked_for(folder: Path) -> None:
@@ -145,9 +167,12 @@ def test_a_file_that_cannot_be_scored_is_refused(
 
 
 def test_tokens_of_another_tokenizer_are_refused(folder: Path, tmp_path: Path) -> None:
-    write_corpus(tmp_path / "other", [[[1, 2, 1000]]])
-    said = refused(folder, "--data-path", tmp_path / "other")
-    assert said == f"{tmp_path}/other: holds token 1,000, and the model knows 0 to 999: it is of another tokenizer"
+    for token, shown in ((1000, "1,000"), (-7, "-7")):
+        write_corpus(tmp_path / shown, [[[1, 2, token]]], np.int32)
+        said = refused(folder, "--data-path", tmp_path / shown)
+        assert (
+            said == f"{tmp_path / shown}: holds token {shown}, and the model knows 0 to 999: it is of another tokenizer"
+        )
 
 
 @pytest.mark.parametrize(
