@@ -98,17 +98,12 @@ class MegatronContext:
             print(text, flush=True)
 
     @contextmanager
-    def exiting(self) -> Iterator[None]:
+    def exiting(self, interrupted: str = "interrupted") -> Iterator[None]:
         """Ends the program as `failures.exiting` does, each reason being said once, however many ranks have it.
 
         The others lose a rank that ends while they wait for it, and end without a traceback: it says why.
         """
-        with exiting(
-            self._speaks,
-            said_by=self._said_by,
-            records=_record_for_launcher,
-            interrupted="interrupted; the last checkpoint stays as it is",
-        ):
+        with exiting(self._speaks, said_by=self._said_by, records=_record_for_launcher, interrupted=interrupted):
             try:
                 yield
             except RuntimeError as error:

@@ -70,7 +70,7 @@ def pretrain(
     """
     if context is None:
         context = initialize_megatron(extra_args_provider=extra_args_provider)
-        with context.exiting():
+        with context.exiting("interrupted; the last checkpoint stays as it is"):
             run = _pretrain(context, datasets_provider, model_provider, forward_step)
         if dist.is_initialized():
             # Threads of communicators that outlive Python would wait for an interpreter that is gone, and abort.

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +17,9 @@ import torch
 from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron.training.saving import save_run
 from tests.data.corpora import write_corpus
+from tests.helpers.launch import launch
 from tests.helpers.tokenizer_files import BOTCHAN_MODEL, mistral_model
-from tests.helpers.tools import ROOT, command, names_of_tool, on_ranks, run
+from tests.helpers.tools import ROOT, command, names_of_tool, on_ranks, run, run_as_program
 from tests.training.runs import trained
 
 VOCABULARY = "1000"
@@ -219,6 +224,24 @@ def test_what_all_ranks_refuse_is_said_once(shared_folder: Path, tmp_path: Path)
     outcome = on_ranks("generate_text", *words, "--tensor-model-parallel-size", "2", ranks=2, folder=tmp_path)
     assert outcome.codes == [2, 2]
     assert "".join(outcome.err).count("error: ") == 1
+
+
+def test_an_interrupt_of_ranks_is_said_once_and_of_no_checkpoint(shared_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("the king\n" * 10_000)
+    words = ["--load", str(shared_folder / "checkpoints"), "--prompt-file", str(tmp_path / "prompts.txt")]
+    words += ["--batch-size", "1", "--tensor-model-parallel-size", "2"]
+    ranks = launch(partial(run_as_program, "generate_text"), words, ranks=2, folder=tmp_path)
+    while not any(file.stat().st_size for file in tmp_path.glob("rank-*.out")):
+        assert all(process.is_alive() for process in ranks.processes)
+        time.sleep(0.05)
+    for process in ranks.processes:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+    outcome = ranks.wait(30)
+    assert outcome.codes == [130, 130]
+    said = "".join(outcome.err)
+    assert said.count("interrupted\n") == 1
+    assert "Traceback" not in said
 
 
 def test_weights_that_are_not_finite_are_said(tmp_path: Path) -> None:
