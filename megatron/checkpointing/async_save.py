@@ -256,7 +256,14 @@ class _Background:
             return error
         seconds = time.perf_counter() - started
         folder = storage.iteration_folder(save.root, save.iteration)
-        return Written(iteration=save.iteration, folder=folder, seconds=seconds, notes=tuple(self.afterwards()))
+        return Written(iteration=save.iteration, folder=folder, seconds=seconds, notes=self._notes())
+
+    def _notes(self) -> tuple[str, ...]:
+        """What `afterwards` says; the checkpoint is complete whatever becomes of that."""
+        try:
+            return tuple(self.afterwards())
+        except Exception as error:
+            return (f"warning: after {self.save.phase}: {reason_of(error)}",)
 
     def _check_wanted(self) -> None:
         if self._given_up:
@@ -266,15 +273,17 @@ class _Background:
         """Until each other rank has written its share, has said why not, or is gone. Returns: what failed, in words."""
         folder, failures = self.save.folder, []
         waiting, looked = set(self.writers) - {self.save.rank}, time.monotonic()
+        unheard: set[int] = set()  # without a lock at the last look: on NFS a listing can be older than what it lists
         while True:
             lost: set[int] = set()
             if time.monotonic() - looked > _LOOK_FOR_LOST_SECONDS:
                 looked = time.monotonic()
-                lost = {rank for rank in waiting if not has_writer(folder / storage.share_file(rank))}
+                silent = {rank for rank in waiting if not has_writer(folder / storage.share_file(rank))}
+                lost, unheard = silent & unheard, silent
             names = set(os.listdir(folder))  # after the locks: who has given up one has left a file by then
             for rank in sorted(waiting):
                 if storage.failure_file(rank) in names:
-                    failures.append((folder / storage.failure_file(rank)).read_text())
+                    failures.append((folder / storage.failure_file(rank)).read_text(encoding="utf-8"))
                 elif rank in lost and storage.share_file(rank) not in names:
                     failures.append(f"rank {rank} has ended, and left its share unwritten")
                 elif storage.share_file(rank) not in names:

@@ -18,7 +18,7 @@ from megatron.checkpointing.shares import Share, lazy_share, share_of
 from megatron.core.agreement import agree
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import NamedTensor
-from megatron.core.whole_file import WholeFile, sync_folder
+from megatron.core.whole_file import WholeFile, make_folder, sync_folder
 
 _UNSHARED = CommGroup.single("replicas")
 
@@ -128,7 +128,7 @@ class Save:
         if self.rank == 0:
             check_json(self.metadata, "metadata")
             self.metadata_text = json.dumps(self.metadata, indent=1).encode()
-            self.root.mkdir(parents=True, exist_ok=True)
+            make_folder(self.root)
             storage.clear_leftovers(self.root)
             storage.check_replaceable(self.root, self.iteration)
             self.folder.mkdir()

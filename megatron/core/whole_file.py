@@ -10,6 +10,7 @@ keeps machines apart.
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import socket
@@ -67,6 +68,14 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         whole.discard()
 
 
+def make_folder(path: Path) -> None:
+    """Create a folder where there is none, and those above it, all of them there after a crash."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_folder(each.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Put the names in a folder on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -94,8 +103,9 @@ def has_writer(path: Path) -> bool:
                     return True
         except NoLocksError:
             return True
-        except FileNotFoundError:  # it has its name by now, or was discarded
-            continue
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):  # it has its name by now, or was discarded
+                raise
     return False
 
 

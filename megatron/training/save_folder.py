@@ -14,6 +14,7 @@ from megatron.checkpointing import CheckpointError, list_checkpoints
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.core.agreement import agree
 from megatron.core.file_lock import FileLock, NoLocksError, holder_of, try_lock
+from megatron.core.whole_file import make_folder
 from megatron.training.initialize import MegatronContext
 
 LOCK_FILE = ".lock"
@@ -44,7 +45,7 @@ class SaveFolder:
             CheckpointError: another run holds the folder or has its checkpoints in it.
             OSError: it cannot be written.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         with tempfile.TemporaryFile(dir=self.path) as probe:
             probe.write(b"a checkpoint can be written here")
         with ExitStack() as held:

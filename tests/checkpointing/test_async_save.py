@@ -67,6 +67,17 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path) -> Non
     assert files(tmp_path / "background") == files(tmp_path / "waited")
 
 
+def test_a_checkpoint_is_complete_though_what_comes_after_it_fails(tmp_path: Path) -> None:
+    def fail() -> list[str]:
+        raise OSError(errno.EIO, "old ones cannot be listed")
+
+    saver = alone()
+    saver.start(tmp_path, 5, kinds(), {}, afterwards=fail)
+    written = saver.finish()
+    assert written is not None and "old ones cannot be listed" in written.notes[0]
+    assert list_checkpoints(tmp_path) == (5,)
+
+
 def _both_ways(rank: int, world_size: int, root: Path) -> None:
     world = world_group(rank, world_size)
     group = CommGroup.single("tensor", rank)

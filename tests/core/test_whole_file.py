@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.file_lock import NoLocksError
-from megatron.core.whole_file import WholeFile, has_writer, whole_file
+from megatron.core.whole_file import WholeFile, has_writer, make_folder, whole_file
 
 FORK_SERVER = multiprocessing.get_context("forkserver")
 
@@ -124,3 +124,12 @@ def test_a_file_has_a_writer_until_it_has_its_name_or_is_discarded(
 
     monkeypatch.setattr("megatron.core.whole_file.try_flock", no_locks)
     assert has_writer(path)  # for all that is known
+
+
+def test_the_folders_above_a_new_one_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("megatron.core.whole_file.sync_folder", synced.append)
+    make_folder(tmp_path / "runs" / "first")
+    assert sorted(synced) == [tmp_path, tmp_path / "runs"]
+    make_folder(tmp_path / "runs" / "first")
+    assert len(synced) == 2
