@@ -20,6 +20,7 @@ from megatron.conversion.megatron_lm.reader import read_megatron
 from megatron.conversion.portable import ConversionError, PortableModel
 from tests.conversion.megatron_files import (
     CHECKPOINTS,
+    FILE,
     OUTPUTS,
     arrays,
     changed,
@@ -509,8 +510,59 @@ def test_content_of_another_form_is_refused_and_the_file_named(tmp_path: Path) -
     def change(_: str, state: Any) -> None:
         state["iteration"] = {"a": 1}
 
-    with pytest.raises(ConversionError, match=re.escape(str(tmp_path))):
+    with pytest.raises(ConversionError, match=f"^{re.escape(str(tmp_path))}: what is in it has not the form"):
         read_megatron(changed("llama_gqa/tp1pp1", tmp_path, change))
+
+
+def test_an_error_names_its_source_once(tmp_path: Path) -> None:
+    checkpoint = copy_of("llama_gqa/tp1pp1", tmp_path / "copy")
+    path = checkpoint / "mp_rank_00" / FILE
+    path.write_bytes(b"weights")
+    with pytest.raises(ConversionError, match=f"^{re.escape(str(path))}: is no file of torch.save"):
+        read_megatron(checkpoint)
+    for name, text in (("bert/tp1pp1", ": the model is BERT"), ("gpt2_learned/tp1pp1", ": its tensors are")):
+        copy = changed(
+            name, tmp_path / name, lambda _, state: state["model"].pop("decoder.final_layernorm.weight", None)
+        )
+        with pytest.raises(ConversionError) as caught:
+            read_megatron(copy)
+        assert str(caught.value).startswith(str(copy)) and text in str(caught.value)
+        assert str(caught.value).count(str(copy)) == 1
+
+
+def holding_itself(depth: int) -> dict[str, Any]:
+    """A dictionary that holds itself; or, of a depth, what is in it in each other one two times."""
+    nested: dict[str, Any] = {}
+    nested["again"] = nested
+    if depth:
+        nested = {}
+        for _ in range(depth):
+            nested = {"one": nested, "two": nested}
+    return nested
+
+
+STRANGE: dict[str, Callable[[Any], object]] = {
+    "an iteration without end": lambda state: state.update(iteration=float("inf")),
+    "more layers than a float can be": lambda state: vars(state["args"]).update(num_layers=2**1100),
+    "more digits than a page": lambda state: vars(state["args"]).update(hidden_dropout=2**1100),
+    "dictionaries that hold themselves": lambda state: state["model"].update(model=holding_itself(0)),
+    "dictionaries that hold each other twice": lambda state: state["model"].update(model=holding_itself(30)),
+    "dictionaries in each other without end": lambda state: state["model"].update(model=holding_itself(200)),
+    "a tensor named by a number": lambda state: state["model"].update({7: torch.zeros(1)}),
+    "main weights that are none": lambda state: state["optimizer"].update(fp32_from_fp16_params=[[1] * 18]),
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_what_nobody_saved_is_refused_in_words_and_soon(what: str, tmp_path: Path) -> None:
+    (path,) = (CHECKPOINTS / "llama_gqa/tp1pp1").glob(f"iter_*/mp_rank_00/{FILE}")
+    state = contents(path)
+    STRANGE[what](state)
+    (tmp_path / "mp_rank_00").mkdir()
+    torch.save(state, tmp_path / "mp_rank_00" / FILE)
+    with pytest.raises(ConversionError, match=f"^{re.escape(str(tmp_path))}.*: ") as caught:
+        read_megatron(tmp_path)
+    assert len(str(caught.value)) < 1000
 
 
 # ---- flat buffers ----

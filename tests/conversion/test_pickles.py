@@ -370,3 +370,9 @@ def test_what_is_no_file_of_torch_is_named_so(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("weights")
     with pytest.raises(ConversionError, match=r"text\.pt: is no file of torch\.save"):
         read_torch_file(tmp_path / "text.pt")
+
+
+def test_a_file_that_is_not_there_is_an_error_in_words(tmp_path: Path) -> None:
+    for read in (read_torch_file, read_pickle):
+        with pytest.raises(ConversionError, match=r"nothing\.pt: can not be read .* No such file or directory"):
+            read(tmp_path / "nothing.pt")

@@ -51,7 +51,7 @@ _PLAIN = (
 _TRAINING_SECTIONS = ("optimizer", "training", "data", "tokenizer")
 
 
-def read_config(arguments: Mapping[str, Any], source: str) -> TransformerConfig:
+def read_config(arguments: Mapping[str, Any]) -> TransformerConfig:
     """The model that the arguments of a checkpoint describe.
 
     Raises:
@@ -59,7 +59,7 @@ def read_config(arguments: Mapping[str, Any], source: str) -> TransformerConfig:
     """
     refused = list(_refusals(arguments))
     if refused:
-        raise ConversionError("\n".join([f"{source}: the model can not be one of this version:", *refused]))
+        raise ConversionError("\n".join(["the model can not be one of this version:", *refused]))
     given = {"norm_epsilon": arguments.get("layernorm_epsilon"), **arguments}
     values = {name: given[name] for name in _PLAIN if given.get(name) is not None}
     values["activation"] = _activation(arguments)
@@ -81,11 +81,11 @@ def read_config(arguments: Mapping[str, Any], source: str) -> TransformerConfig:
         f"  {option.name} is missing" for option in options.values() if option.required and option.field not in values
     ]
     if wrong:
-        raise ConversionError("\n".join([f"{source}: the arguments that it was saved with make no model:", *wrong]))
+        raise ConversionError("\n".join(["the arguments that it was saved with make no model:", *wrong]))
     config = TransformerConfig(**fitting)
     problems = [f"  {problem}" for problem in config.problems()]
     if problems:
-        raise ConversionError("\n".join([f"{source}: the arguments that it was saved with make no model:", *problems]))
+        raise ConversionError("\n".join(["the arguments that it was saved with make no model:", *problems]))
     return config
 
 

@@ -12,6 +12,8 @@ from megatron.conversion.portable import LazyTensor, TrainingState
 # The file that names the newest checkpoint in a folder, and its word for weights without a training.
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+# What is said of a file that can be read, but not understood.
+NOT_THE_FORM = "what is in it has not the form that Megatron-LM gives it"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,9 @@ EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
+# Dictionaries in each other, and entries of all with the ends of the dictionaries: ten times what the largest have.
+_MOST_LEVELS, _MOST_ENTRIES = 32, 2_000_000
+
 # Before Megatron core there was a language model in the model; its parts kept these names for years, with two words
 # for some. On the last stage the tied word embeddings lay beside it.
 _BEFORE_CORE = (
@@ -52,12 +55,30 @@ _IN_JOINED_LAYER = (_IN_LAYER[1], _IN_LAYER[0], *_IN_LAYER[2:])
 
 
 def flat_names(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The entries of nested dictionaries, with names joined by dots, in their order."""
-    for name, value in state.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{name}.{inner}", item) for inner, item in flat_names(value))
+    """The entries of nested dictionaries, with names joined by dots, in their order.
+
+    Raises:
+        ConversionError: a name is no text, or the entries are without end, as those of a dictionary that holds itself.
+    """
+    open_ = [("", iter(state.items()))]
+    for _ in range(_MOST_ENTRIES):
+        prefix, entries = open_[-1]
+        entry = next(entries, None)
+        if entry is None:
+            open_.pop()
+            if not open_:
+                return
+            continue
+        name, value = entry
+        if type(name) is not str:
+            raise ConversionError(f"a tensor is named by a {type(name).__name__}")
+        elif isinstance(value, Mapping):
+            open_.append((f"{prefix}{name}.", iter(value.items())))
+            if len(open_) > _MOST_LEVELS:
+                break
         else:
-            yield str(name), value
+            yield f"{prefix}{name}", value
+    raise ConversionError("its dictionaries hold each other, deeper or more often than those of any model")
 
 
 def native_name(name: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron.conversion.megatron_lm.arguments import training_flags
@@ -20,7 +19,7 @@ _SCHEDULE = {"warmup_steps": "lr_warmup_steps", "decay_steps": "lr_decay_steps",
 ADVICE = "--weights-only leaves the optimizer out"
 
 
-def groups_of(optimizer: Any, source: Path) -> list[Mapping[str, Any]]:
+def groups_of(optimizer: Any) -> list[Mapping[str, Any]]:
     """The parameter groups of a saved optimizer.
 
     Raises:
@@ -29,12 +28,12 @@ def groups_of(optimizer: Any, source: Path) -> list[Mapping[str, Any]]:
     inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, Mapping) else None
     groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
-        raise ConversionError(f"{source}: the state of its optimizer has a form that is not known here; {ADVICE}")
+        raise ConversionError(f"the state of its optimizer has a form that is not known here; {ADVICE}")
     return groups
 
 
 def states_by_parameter(
-    optimizer: Any, models: Sequence[Mapping[str, LazyTensor]], source: Path
+    optimizer: Any, models: Sequence[Mapping[str, LazyTensor]]
 ) -> list[dict[str, dict[str, LazyTensor]]]:
     """Moments and main weights of a rank without the distributed optimizer, by kind and name, for each model chunk.
 
@@ -47,7 +46,7 @@ def states_by_parameter(
     Raises:
         ConversionError: the states are not those of these weights.
     """
-    groups = groups_of(optimizer, source)
+    groups = groups_of(optimizer)
     state = optimizer.get("optimizer", optimizer).get("state", {})
     main = optimizer.get("fp32_from_fp16_params", [])
     parameters = [(chunk, name, tensor.shape) for chunk, model in enumerate(models) for name, tensor in model.items()]
@@ -55,9 +54,10 @@ def states_by_parameter(
     for number, group in enumerate(groups):
         entries = [dict(_kinds(state.get(index, {}))) for index in group.get("params", [])]
         if number < len(main):
-            if len(main[number]) != len(entries):
-                raise ConversionError(f"{source}: group {number} of the optimizer has not a main weight for each state")
-            for entry, weight in zip(entries, main[number]):
+            weights = [weight for weight in main[number] if isinstance(weight, LazyTensor)]
+            if not len(weights) == len(main[number]) == len(entries):
+                raise ConversionError(f"group {number} of the optimizer has not a main weight for each state")
+            for entry, weight in zip(entries, weights):
                 entry["main"] = weight
         shapes = [next((tensor.shape for tensor in entry.values()), None) for entry in entries]
         if not any(entries):
@@ -66,7 +66,7 @@ def states_by_parameter(
         places = [place for place in parameters if (len(place[2]) == 1) == vectors]
         if [place[2] for place in places] != shapes:
             raise ConversionError(
-                f"{source}: group {number} of the optimizer holds {len(shapes)} {'vectors' if vectors else 'matrices'} "
+                f"group {number} of the optimizer holds {len(shapes)} {'vectors' if vectors else 'matrices'} "
                 f"that are not the {len(places)} of the model, in shape or in number; {ADVICE}"
             )
         for (chunk, name, _), entry in zip(places, entries):
@@ -83,7 +83,6 @@ def states_in_buffers(
     content: Any,
     models: Sequence[Mapping[str, LazyTensor]],
     arguments: Mapping[str, Any],
-    source: Path,
 ) -> list[ChunkTensors]:
     """The same of the distributed optimizer, from `distrib_optim.pt`, whose buffers hold all ranks' slices.
 
@@ -91,7 +90,7 @@ def states_in_buffers(
         ConversionError: the buffers are not those of these weights.
     """
     if not isinstance(content, Mapping) or not content.get("buckets_coalesced"):
-        raise ConversionError(f"{source}: holds buckets apart, as old versions of Megatron-LM did; {ADVICE}")
+        raise ConversionError(f"holds buckets apart, as old versions of Megatron-LM did; {ADVICE}")
     shared = int(arguments["pipeline_model_parallel_size"]) > 1 and not arguments.get(
         "untie_embeddings_and_output_weights", False
     )
@@ -99,9 +98,7 @@ def states_in_buffers(
     for number, model in enumerate(models):
         buffers = list(content.get(number, {}).values())
         if len(buffers) != 1:
-            raise ConversionError(
-                f"{source}: model chunk {number} has {len(buffers)} buffers, and one is known; {ADVICE}"
-            )
+            raise ConversionError(f"model chunk {number} has {len(buffers)} buffers, and one is known; {ADVICE}")
         shapes = {name: tensor.shape for name, tensor in model.items()}
         buckets = flat_buckets(shapes, limit=bucket_limit(arguments, number), shared_embedding=shared)
         tensors: dict[str, dict[str, LazyTensor]] = {}
@@ -110,9 +107,7 @@ def states_in_buffers(
             length = sum(bucket.length for bucket in buckets)
             if not isinstance(flat, StoredTensor) or (flat.shape, flat.strides) != ((length,), (1,)):
                 found = list(flat.shape) if isinstance(flat, LazyTensor) else "nothing"
-                raise ConversionError(
-                    f"{source}: {stored} should be {length} elements in a row, and is {found}; {ADVICE}"
-                )
+                raise ConversionError(f"{stored} should be {length} elements in a row, and is {found}; {ADVICE}")
             before = 0
             for bucket in buckets:
                 for name, (first, shape) in bucket.places.items():
@@ -129,7 +124,6 @@ def training_state(
     scaler: Mapping[str, Any] | None,
     scheduler: Mapping[str, Any],
     step: Any,
-    source: Path,
 ) -> TrainingState:
     """What else a training that goes on needs.
 
@@ -139,7 +133,7 @@ def training_state(
     """
     rule = arguments.get("optimizer", "adam")
     if rule not in _RULES:
-        raise ConversionError(f"{source}: --optimizer {rule}: its state is not known here; {ADVICE}")
+        raise ConversionError(f"--optimizer {rule}: its state is not known here; {ADVICE}")
     names = _RULES[rule] if rule != "sgd" or arguments.get("sgd_momentum", 0.9) else []
     return TrainingState(
         iteration=iteration,

@@ -14,7 +14,8 @@ import os
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar, NoReturn, cast
@@ -78,6 +79,7 @@ _STAND_IN_PACKAGES = (
 # How a file began before torch 1.6, and the version of that form.
 _MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _STREAM_VERSION = 1001
+_NO_FILE = "can not be read as a file of torch.save"
 _LOCAL_HEADER = 30  # bytes of a zip's header before the member's name
 # Of a tensor: more has none, and to multiply the sizes of ten thousand dimensions takes minutes.
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 16, 2**60
@@ -198,7 +200,8 @@ def read_torch_file(path: Path, *, start: int = 0, length: int | None = None) ->
     Raises:
         ConversionError: it is no such file, is damaged, or names what has no place in a checkpoint.
     """
-    return _reported(path, lambda: _read_file(path, start, length))
+    with errors_named(path, _NO_FILE):
+        return _read_file(path, start, length)
 
 
 def read_pickle(path: Path) -> Any:
@@ -207,20 +210,35 @@ def read_pickle(path: Path) -> Any:
     Raises:
         ConversionError: as for `read_torch_file`.
     """
-    return _reported(path, lambda: _Unpickler(path, path.read_bytes(), {}).load())
+    with errors_named(path, _NO_FILE):
+        return _Unpickler(path, path.read_bytes(), {}).load()
 
 
-def _reported(path: Path, read: Callable[[], Any]) -> Any:
-    """What is read, with every error as one that names the file: a pickle that somebody made up can cause any."""
+class _NamedError(ConversionError):
+    """One that names its source."""
+
+
+@contextmanager
+def errors_named(source: Path, problem: str) -> Iterator[None]:
+    """Makes of every error in the block one that names its source, once: the first that it comes by.
+
+    Args:
+        problem: what an error that nobody foresaw means. A file that somebody made up can cause any.
+
+    Raises:
+        ConversionError: for any error.
+    """
     try:
-        return read()
-    except (ConversionError, FileNotFoundError, PermissionError):
+        yield
+    except _NamedError:
         raise
+    except ConversionError as error:
+        raise _NamedError(f"{source}: {error}") from error
     except Exception as error:
-        raise ConversionError(f"{path}: can not be read as a file of torch.save: {in_words(error)}") from error
+        raise _NamedError(f"{source}: {problem}: {_in_words(error)}") from error
 
 
-def in_words(error: Exception) -> str:
+def _in_words(error: Exception) -> str:
     """What an error says, as far as in words: a value from a file can be larger than the memory when it is shown."""
     return " ".join([type(error).__name__, *(part for part in error.args if isinstance(part, str))])
 
@@ -229,36 +247,36 @@ def _read_file(path: Path, start: int, length: int | None) -> Any:
     size = path.stat().st_size
     length = size - start if length is None else length
     if start < 0 or length < 0 or start + length > size:
-        raise ConversionError(f"{path}: bytes {start} to {start + length} of it are asked for, and it has {size}")
+        raise ConversionError(f"bytes {start} to {start + length} of it are asked for, and it has {size}")
     with path.open("rb") as file:
         window = _Window(file, start, length)
         if zipfile.is_zipfile(window):
-            program, storages = _open_archive(path, window, start)
+            program, storages = _open_archive(window, start)
             return _Unpickler(path, program, storages).load()
         window.seek(0)
         if window.read(len(_MAGIC)) == _MAGIC:
             window.seek(0)
             program, storages = _open_stream(path, window, start)
             return _Unpickler(path, program, storages).load()
-    raise ConversionError(f"{path}: is no file of torch.save: neither a zip archive, nor what torch wrote before 1.6")
+    raise ConversionError("is no file of torch.save: neither a zip archive, nor what torch wrote before 1.6")
 
 
-def _open_archive(path: Path, window: _Window, start: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
+def _open_archive(window: _Window, start: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """The pickle of a zip archive, and where in the file the bytes of each storage are."""
     with zipfile.ZipFile(window) as archive:
         members = {member.filename: member for member in archive.infolist()}
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
-            raise ConversionError(f"{path}: holds {len(pickles)} files <name>/data.pkl, and torch.save writes one")
+            raise ConversionError(f"holds {len(pickles)} files <name>/data.pkl, and torch.save writes one")
         root = pickles[0].removesuffix("data.pkl")
         for name, member in members.items():
             if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
-                raise ConversionError(f"{path}: {name} is compressed, and torch.save compresses nothing")
+                raise ConversionError(f"{name} is compressed, and torch.save compresses nothing")
             if member.header_offset + _LOCAL_HEADER + member.file_size > window.length:
-                raise ConversionError(f"{path}: {name} reaches past the end of the file")
+                raise ConversionError(f"{name} reaches past the end of the file")
         order = f"{root}byteorder"
         if order in members and archive.read(order) != b"little":
-            raise ConversionError(f"{path}: its numbers begin with the high byte, and those of this machine do not")
+            raise ConversionError("its numbers begin with the high byte, and those of this machine do not")
         program = archive.read(pickles[0])
     storages = {
         name.removeprefix(f"{root}data/"): (start + _data_offset(window, member), member.file_size)
@@ -277,21 +295,21 @@ def _open_stream(path: Path, window: _Window, start: int) -> tuple[bytes, dict[s
     programs = []
     for _ in range(5):
         begin = window.tell()
-        _check_instructions(path, cast(IO[bytes], window))
+        _check_instructions(cast(IO[bytes], window))
         end = window.tell()
         window.seek(begin)
         programs.append(window.read(end - begin))
     _, version, machine, saved, keys = programs
     facts = _Unpickler(path, machine, {}).load()
     if _Unpickler(path, version, {}).load() != _STREAM_VERSION or facts.get("little_endian") is not True:
-        raise ConversionError(f"{path}: is of a version of torch, or of a machine, that is not known here")
+        raise ConversionError("is of a version of torch, or of a machine, that is not known here")
     sizes = _StorageSizes(path, saved).sizes()
     storages = {}
     for key in _Unpickler(path, keys, {}).load():
         count = int.from_bytes(window.read(8), "little", signed=True)
         size = count * sizes[key]
         if size < 0 or window.tell() + size > window.length:
-            raise ConversionError(f"{path}: data/{key} reaches past the end of the file")
+            raise ConversionError(f"data/{key} reaches past the end of the file")
         storages[key] = (start + window.tell(), size)
         window.seek(size, os.SEEK_CUR)
     return saved, storages
@@ -351,11 +369,12 @@ class _Unpickler(pickle.Unpickler):
     """Runs the instructions of a pickle, with the names of the closed table.
 
     Args:
+        path: the file.
         storages: by key, where the bytes of a storage are in the file, and how many.
     """
 
     def __init__(self, path: Path, program: bytes, storages: Mapping[str, tuple[int, int]]) -> None:
-        _check_instructions(path, io.BytesIO(program))
+        _check_instructions(io.BytesIO(program))
         super().__init__(io.BytesIO(program))
         self._path = path
         self._storages = storages
@@ -384,23 +403,19 @@ class _Unpickler(pickle.Unpickler):
             if full not in self._stand_ins:
                 self._stand_ins[full] = type("StandIn", (StandIn,), {"__slots__": (), "name": full})
             return self._stand_ins[full]
-        raise ConversionError(
-            f"{self._path}: names {full!r}, which has no place in a checkpoint; nothing of the file was run"
-        )
+        raise ConversionError(f"names {full!r}, which has no place in a checkpoint; nothing of the file was run")
 
     def persistent_load(self, key: Any) -> _Storage:
         kind, dtype, name, _, length, *view = key
         if kind != "storage" or type(name) is not str or not isinstance(dtype, torch.dtype) or not _is_size(length):
             raise pickle.UnpicklingError("it refers to something outside of it that is no storage")
         if view not in ([], [None]):
-            raise ConversionError(f"{self._path}: data/{name} is a part of another storage, which no checkpoint has")
+            raise ConversionError(f"data/{name} is a part of another storage, which no checkpoint has")
         if name not in self._storages:
-            raise ConversionError(f"{self._path}: has no numbers data/{name}, which a tensor refers to")
+            raise ConversionError(f"has no numbers data/{name}, which a tensor refers to")
         start, size = self._storages[name]
         if length * dtype.itemsize > size:
-            raise ConversionError(
-                f"{self._path}: data/{name} should hold {length} numbers of {dtype}, and has {size} bytes"
-            )
+            raise ConversionError(f"data/{name} should hold {length} numbers of {dtype}, and has {size} bytes")
         return _Storage(path=self._path, start=start, dtype=dtype, length=length)
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> LazyTensor:
@@ -413,9 +428,7 @@ class _Unpickler(pickle.Unpickler):
             raise pickle.UnpicklingError("a tensor whose shape is none")
         span = offset + 1 + sum((size - 1) * step for size, step in zip(sizes, steps)) if 0 not in sizes else offset
         if span > storage.length or math.prod(sizes) > storage.length:
-            raise ConversionError(
-                f"{self._path}: a tensor of shape {list(sizes)} lies past the end of its {storage.length} numbers"
-            )
+            raise ConversionError(f"a tensor of shape {list(sizes)} lies past the end of its {storage.length} numbers")
         return _stored(storage, offset, sizes, steps)
 
     def _typed_tensor(self, function: Any, _type: Any, arguments: Any, _state: Any) -> LazyTensor:
@@ -442,14 +455,14 @@ class _StorageSizes(_Unpickler):
         return self._sizes
 
 
-def _check_instructions(path: Path, program: IO[bytes]) -> None:
+def _check_instructions(program: IO[bytes]) -> None:
     """Read to the end of a pickle. Refuse instructions that a checkpoint has no use for, and a memory of more places
     than there are instructions, all of which would be allocated."""
     for number, (instruction, argument, _) in enumerate(pickletools.genops(program)):
         if instruction.name not in _INSTRUCTIONS:
-            raise ConversionError(f"{path}: has an instruction that no checkpoint has, {instruction.name}")
+            raise ConversionError(f"has an instruction that no checkpoint has, {instruction.name}")
         if instruction.name in ("BINPUT", "LONG_BINPUT") and int(argument or 0) > number:
-            raise ConversionError(f"{path}: remembers a value as number {argument}, with {number} values before it")
+            raise ConversionError(f"remembers a value as number {argument}, with {number} values before it")
 
 
 def is_shape(sizes: tuple[Any, ...]) -> bool:

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.conversion.megatron_lm.contents import RELEASE, TRACKER, MegatronContents
+from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, RELEASE, TRACKER, MegatronContents
 from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT
 from megatron.conversion.megatron_lm.optimizer import ADVICE
-from megatron.conversion.megatron_lm.pickles import in_words
+from megatron.conversion.megatron_lm.pickles import errors_named
 from megatron.conversion.megatron_lm.shards import check_tensors
 from megatron.conversion.megatron_lm.torch_dist import has_torch_dist_layout, read_torch_dist_layout
 from megatron.conversion.megatron_lm.torch_layout import has_torch_layout, read_torch_layout
@@ -35,16 +35,25 @@ def read_megatron(
             has.
     """
     checkpoint = _find(folder, step)
-    try:
-        return _portable(_read(checkpoint, weights_only=weights_only), checkpoint, true_vocab_size)
-    except ConversionError as error:
-        if str(checkpoint) in str(error):
-            raise
-        raise ConversionError(f"{checkpoint}: {error}") from error
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ConversionError(
-            f"{checkpoint}: what is in it has not the form that Megatron-LM gives it: {in_words(error)}"
-        ) from error
+    with errors_named(checkpoint, NOT_THE_FORM):
+        contents = _read(checkpoint, weights_only=weights_only)
+        tensors = _with_main_weights(contents.tensors, checkpoint)
+        rows = tensors[f"model.{EMBEDDING}"].shape[0]
+        seq_length = int(contents.arguments.get("seq_length") or contents.arguments["max_position_embeddings"])
+    check_tensors(tensors, contents.config, rows, str(checkpoint))
+    if true_vocab_size is not None:
+        if not 1 <= true_vocab_size <= rows:
+            raise ConversionError(
+                f"--true-vocab-size {true_vocab_size}: must be from 1 to {rows}, the rows of the vocabulary"
+            )
+        tensors = dict(_trimmed(tensors, true_vocab_size))
+    return PortableModel(
+        config=contents.config,
+        vocab_size=rows if true_vocab_size is None else true_vocab_size,
+        seq_length=seq_length,
+        tensors=tensors,
+        training=contents.training,
+    )
 
 
 def _read(checkpoint: Path, *, weights_only: bool) -> MegatronContents:
@@ -53,8 +62,8 @@ def _read(checkpoint: Path, *, weights_only: bool) -> MegatronContents:
     if has_torch_layout(checkpoint):
         return read_torch_layout(checkpoint, weights_only=weights_only)
     raise ConversionError(
-        f"{checkpoint}: has neither metadata.json (--ckpt-format torch_dist) nor folders mp_rank_00… "
-        f"(--ckpt-format torch) of Megatron-LM"
+        "has neither metadata.json (--ckpt-format torch_dist) nor folders mp_rank_00… "
+        "(--ckpt-format torch) of Megatron-LM"
     )
 
 
@@ -85,30 +94,16 @@ def _find(folder: Path, step: int | None) -> Path:
     return folder / name
 
 
-def _portable(contents: MegatronContents, checkpoint: Path, true_vocab_size: int | None) -> PortableModel:
-    tensors = dict(contents.tensors)
+def _with_main_weights(saved: Mapping[str, LazyTensor], checkpoint: Path) -> dict[str, LazyTensor]:
+    """The tensors with the weights that the optimizer updates, where it keeps them apart, as those of the model."""
+    tensors = dict(saved)
     for key in [key for key in tensors if key.startswith("main.")]:
         weight = f"model.{key.removeprefix('main.')}"
         if weight in tensors:  # else both are among the differences
             tensors[weight] = _main_weight(tensors.pop(key), tensors[weight], f"{checkpoint}: {weight}")
-    embedding = tensors.get(f"model.{EMBEDDING}")
-    if embedding is None:
-        raise ConversionError(f"{checkpoint}: has no {EMBEDDING}; the model is none of GPT, or incomplete")
-    rows = embedding.shape[0]
-    check_tensors(tensors, contents.config, rows, str(checkpoint))
-    if true_vocab_size is not None:
-        if not 1 <= true_vocab_size <= rows:
-            raise ConversionError(
-                f"--true-vocab-size {true_vocab_size}: must be from 1 to {rows}, the rows of the vocabulary"
-            )
-        tensors = dict(_trimmed(tensors, true_vocab_size))
-    return PortableModel(
-        config=contents.config,
-        vocab_size=rows if true_vocab_size is None else true_vocab_size,
-        seq_length=int(contents.arguments.get("seq_length") or contents.arguments["max_position_embeddings"]),
-        tensors=tensors,
-        training=contents.training,
-    )
+    if f"model.{EMBEDDING}" not in tensors:
+        raise ConversionError(f"has no {EMBEDDING}; the model is none of GPT, or incomplete")
+    return tensors
 
 
 def _main_weight(main: LazyTensor, rounded: LazyTensor, what: str) -> LazyTensor:

@@ -24,11 +24,11 @@ from torch import Tensor
 from megatron.checkpointing.slices import Box, tiling_fault
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.arguments import read_config
-from megatron.conversion.megatron_lm.contents import MegatronContents
+from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, MegatronContents
 from megatron.conversion.megatron_lm.flat_buffers import KINDS, bucket_limit, flat_buckets
 from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, native_name
 from megatron.conversion.megatron_lm.optimizer import ADVICE, STATES, common_step, groups_of, training_state
-from megatron.conversion.megatron_lm.pickles import StandIn, is_shape, read_pickle, read_torch_file
+from megatron.conversion.megatron_lm.pickles import StandIn, errors_named, is_shape, read_pickle, read_torch_file
 from megatron.conversion.megatron_lm.shards import ChunkTensors, assembled, cut_shape
 from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes
 
@@ -96,12 +96,13 @@ def read_torch_dist_layout(folder: Path, *, weights_only: bool) -> MegatronConte
         ConversionError: the index or a file is damaged, or the model is none that this version has.
     """
     _check_marker(folder)
-    tensors, objects = _read_index(folder)
+    with errors_named(folder / _INDEX, NOT_THE_FORM):
+        tensors, objects = _read_index(folder)
     common = _common_state(folder, objects)
     arguments = common.get("args")
     if not isinstance(arguments, StandIn) or not arguments.fields:
-        raise ConversionError(f"{folder}: holds no arguments (args), which say what the model is")
-    config = read_config(arguments.fields, str(folder))
+        raise ConversionError("holds no arguments (args), which say what the model is")
+    config = read_config(arguments.fields)
     with_training = "optimizer" in common and not weights_only
     whole = dict(_whole_tensors(tensors, config, with_training=with_training))
     training = None
@@ -110,18 +111,17 @@ def read_torch_dist_layout(folder: Path, *, weights_only: bool) -> MegatronConte
         scaler = optimizer.get("grad_scaler")
         buffers = {key: tensor for key, tensor in tensors.items() if key.startswith("optimizer.distributed.")}
         if buffers:
-            whole |= _from_buffers(folder, buffers, config, arguments.fields, tensors[EMBEDDING].shape[0])
-            optimizer = _first_object(objects, f"{_DISTRIBUTED}optimizer/", folder)
+            whole |= _from_buffers(buffers, config, arguments.fields, tensors[EMBEDDING].shape[0])
+            optimizer = _first_object(objects, f"{_DISTRIBUTED}optimizer/")
             if any(key.startswith(f"{_DISTRIBUTED}grad_scaler/") for key in objects):
-                scaler = _first_object(objects, f"{_DISTRIBUTED}grad_scaler/", folder)
-        groups = groups_of(optimizer, folder)
+                scaler = _first_object(objects, f"{_DISTRIBUTED}grad_scaler/")
+        groups = groups_of(optimizer)
         training = training_state(
             arguments=arguments.fields,
             iteration=int(common.get("iteration", 0)),
             scaler=scaler,
             scheduler=common.get("opt_param_scheduler", {}),
             step=common_step(groups, optimizer.get("optimizer", optimizer).get("state", {})),
-            source=folder,
         )
     return MegatronContents(config=config, arguments=arguments.fields, tensors=whole, training=training)
 
@@ -130,32 +130,29 @@ def _check_marker(folder: Path) -> None:
     marker = folder / _MARKER
     if not marker.is_file():
         raise ConversionError(
-            f"{folder}: has no {_MARKER}, which Megatron-LM writes last: the save did not end, or the checkpoint is of "
+            f"has no {_MARKER}, which Megatron-LM writes last: the save did not end, or the checkpoint is of "
             f"--ckpt-format torch_dcp or fsdp_dtensor, which can not be read; torch and torch_dist can"
         )
-    try:
+    with errors_named(marker, "names no sharded_backend"):
         backend = json.loads(marker.read_text())["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConversionError(f"{marker}: names no sharded_backend: {error}") from error
-    if backend != "torch_dist":
-        raise ConversionError(f"{marker}: the layout is {backend!r}, which can not be read; torch_dist can")
+        if backend != "torch_dist":
+            raise ConversionError(f"the layout is {backend!r}, which can not be read; torch_dist can")
 
 
 def _read_index(folder: Path) -> tuple[dict[str, _Stored], dict[str, _Place]]:
     """The tensors and the objects of a checkpoint, by key."""
-    path = folder / _INDEX
-    index = read_pickle(path)
+    index = read_pickle(folder / _INDEX)
     fields = index.fields if isinstance(index, StandIn) else {}
     described, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
-        raise ConversionError(f"{path}: is no index of torch.distributed.checkpoint")
+        raise ConversionError("is no index of torch.distributed.checkpoint")
     places: dict[tuple[str, tuple[int, ...]], _Place] = {}
     for key, value in stored.items():
         places[key.fields["fqn"], tuple(key.fields.get("offset") or ())] = _place(folder, value.fields)
     tensors, objects = {}, {}
     for key, entry in described.items():
         if entry.name.endswith(".TensorStorageMetadata"):
-            tensors[key] = _stored(path, key, entry.fields, places)
+            tensors[key] = _stored(key, entry.fields, places)
         elif (key, ()) in places:
             objects[key] = places[key, ()]
     return tensors, objects
@@ -163,61 +160,56 @@ def _read_index(folder: Path) -> tuple[dict[str, _Stored], dict[str, _Place]]:
 
 def _place(folder: Path, fields: Mapping[str, Any]) -> _Place:
     name, start, length = fields["relative_path"], fields["offset"], fields["length"]
-    path = folder / _INDEX
     if fields.get("transform_descriptors"):
-        raise ConversionError(f"{path}: {name} is compressed or otherwise transformed, which can not be undone")
+        raise ConversionError(f"{name} is compressed or otherwise transformed, which can not be undone")
     if type(name) is not str:
-        raise ConversionError(f"{path}: a file is named by a {type(name).__name__}")
+        raise ConversionError(f"a file is named by a {type(name).__name__}")
     if Path(name).name != name or name in ("", ".", ".."):
-        raise ConversionError(f"{path}: names the file {name!r}, which is not the plain name of one in the folder")
+        raise ConversionError(f"names the file {name!r}, which is not the plain name of one in the folder")
     if not (folder / name).is_file():
-        raise ConversionError(f"{folder / name} is missing, which {_INDEX} names")
+        raise ConversionError(f"{name} is missing, which it names")
     if not all(type(value) is int and value >= 0 for value in (start, length)):
-        raise ConversionError(f"{path}: a place in {name} is no number of bytes")
+        raise ConversionError(f"a place in {name} is no number of bytes")
     return _Place(path=folder / name, start=start, length=length)
 
 
-def _stored(
-    path: Path, key: str, fields: Mapping[str, Any], places: Mapping[tuple[str, tuple[int, ...]], _Place]
-) -> _Stored:
+def _stored(key: str, fields: Mapping[str, Any], places: Mapping[tuple[str, tuple[int, ...]], _Place]) -> _Stored:
     shape, properties = tuple(fields["size"]), fields["properties"]
     kept = properties.state if isinstance(properties.state, tuple) else tuple(properties.fields.values())
     dtypes = [value for value in kept if isinstance(value, torch.dtype)]
     if len(dtypes) != 1 or not is_shape(shape):
-        raise ConversionError(f"{path}: {key} has no shape or type")
+        raise ConversionError(f"{key} has no shape or type")
     chunks = []
     for chunk in fields["chunks"]:
         box = Box(offset=tuple(chunk.fields["offsets"]), shape=tuple(chunk.fields["sizes"]))
         if not (is_shape(box.offset) and is_shape(box.shape)):
-            raise ConversionError(f"{path}: {key} has a chunk that is none")
+            raise ConversionError(f"{key} has a chunk that is none")
         place = places.get((key, box.offset))
         if place is None:
-            raise ConversionError(f"{path}: says of the chunk {box} of {key} not where it is")
+            raise ConversionError(f"says of the chunk {box} of {key} not where it is")
         if box.volume * dtypes[0].itemsize > place.length:
-            raise ConversionError(
-                f"{path}: the chunk {box} of {key} should fit into {place.length} bytes, which it does not"
-            )
+            raise ConversionError(f"the chunk {box} of {key} should fit into {place.length} bytes, which it does not")
         chunks.append((box, place))
     fault = tiling_fault(shape, [box for box, _ in chunks])
     if fault is not None:
-        raise ConversionError(f"{path}: {key}: {fault}")
+        raise ConversionError(f"{key}: {fault}")
     return _Stored(key=key, shape=shape, dtype=dtypes[0], chunks=tuple(chunks))
 
 
 def _common_state(folder: Path, objects: Mapping[str, _Place]) -> Mapping[str, Any]:
     """What is no tensor and all ranks have alike."""
     path = folder / _COMMON
-    common = read_torch_file(path) if path.is_file() else _first_object(objects, "common_state/", folder)
+    common = read_torch_file(path) if path.is_file() else _first_object(objects, "common_state/")
     if not isinstance(common, Mapping):
-        raise ConversionError(f"{folder}: what all ranks have alike (common_state) is no dictionary")
+        raise ConversionError("what all ranks have alike (common_state) is no dictionary")
     return common
 
 
-def _first_object(objects: Mapping[str, _Place], prefix: str, folder: Path) -> Any:
+def _first_object(objects: Mapping[str, _Place], prefix: str) -> Any:
     """What is under the key that begins so. It is kept as a list of what one rank had of it."""
     keys = [key for key in objects if key.startswith(prefix)]
     if not keys:
-        raise ConversionError(f"{folder}: has no {prefix.removesuffix('/')}")
+        raise ConversionError(f"has no {prefix.removesuffix('/')}")
     value = objects[keys[0]].read()
     return value[0] if isinstance(value, list) and value else value
 
@@ -260,7 +252,6 @@ def _layers(name: str, stored: _Stored, config: TransformerConfig) -> Iterator[t
 
 
 def _from_buffers(
-    folder: Path,
     buffers: Mapping[str, _Stored],
     config: TransformerConfig,
     arguments: Mapping[str, Any],
@@ -271,13 +262,13 @@ def _from_buffers(
     for key, stored in buffers.items():
         match = _BUFFER.fullmatch(key)
         if match is None:
-            raise ConversionError(f"{folder}: {key} belongs to a form of the optimizer that is not known; {ADVICE}")
+            raise ConversionError(f"{key} belongs to a form of the optimizer that is not known; {ADVICE}")
         by_place[int(match[1]), int(match[2]), int(match[3]), match[4]] = stored
     tensor, pipeline = (int(arguments.get(f"{kind}_model_parallel_size") or 1) for kind in ("tensor", "pipeline"))
     virtual = int(arguments.get("virtual_pipeline_model_parallel_size") or 1)
     uneven = arguments.get("pipeline_model_parallel_layout") or config.num_layers % (pipeline * virtual)
     if uneven or any(arguments.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")):
-        raise ConversionError(f"{folder}: its stages have different numbers of layers, and so its buffers; {ADVICE}")
+        raise ConversionError(f"its stages have different numbers of layers, and so its buffers; {ADVICE}")
     shapes = global_shapes(config, vocab_size)
     with_copy = {OUTPUT: shapes[EMBEDDING], **shapes}
     layers = config.num_layers // (pipeline * virtual)
@@ -305,7 +296,7 @@ def _from_buffers(
                         flat = by_place.get((stage * tensor + rank, number, which, stored_kind))
                         if flat is None or flat.shape[0] < bucket.length:
                             raise ConversionError(
-                                f"{folder}: bucket {which} of model chunk {number} on stage {stage} should hold "
+                                f"bucket {which} of model chunk {number} on stage {stage} should hold "
                                 f"{bucket.length} elements of {stored_kind}, and does not; {ADVICE}"
                             )
                         for name, (start, shape) in bucket.places.items():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.arguments import read_config
-from megatron.conversion.megatron_lm.contents import MegatronContents
+from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, MegatronContents
 from megatron.conversion.megatron_lm.names import flat_names, native_name
 from megatron.conversion.megatron_lm.optimizer import (
     common_step,
@@ -26,7 +26,7 @@ from megatron.conversion.megatron_lm.optimizer import (
     states_in_buffers,
     training_state,
 )
-from megatron.conversion.megatron_lm.pickles import StandIn, read_torch_file
+from megatron.conversion.megatron_lm.pickles import StandIn, errors_named, read_torch_file
 from megatron.conversion.megatron_lm.shards import ChunkTensors, assembled
 from megatron.conversion.portable import ConversionError, LazyTensor
 
@@ -60,18 +60,14 @@ def read_torch_layout(folder: Path, *, weights_only: bool) -> MegatronContents:
     """
     grid = _read_ranks(folder)
     first = grid[0][0]
-    config = read_config(first.arguments, str(first.path))
+    config = read_config(first.arguments)
     with_training = "optimizer" in first.content and not weights_only
     chunks: dict[tuple[int, int], list[ChunkTensors]] = {}
     for stage, ranks in enumerate(grid):
         for rank in ranks:
-            models = _models(rank)
-            states: list[ChunkTensors] = [{}] * len(models)
-            if with_training:
-                states = _states(rank, models)
-            for number, (model, state) in enumerate(zip(models, states)):
-                tensors = _rows_by_heads({"model": model, **state}, rank, config)
-                chunks.setdefault((number, stage), []).append(tensors)
+            with errors_named(rank.path, NOT_THE_FORM):
+                for number, chunk in enumerate(_rank_chunks(rank, config, with_training=with_training)):
+                    chunks.setdefault((number, stage), []).append(chunk)
     iteration = int(first.content.get("iteration", first.content.get("total_iters", 0)))
     training = None
     if with_training:
@@ -81,8 +77,7 @@ def read_torch_layout(folder: Path, *, weights_only: bool) -> MegatronContents:
             iteration=iteration,
             scaler=optimizer.get("grad_scaler"),
             scheduler=first.content.get("opt_param_scheduler", first.content.get("lr_scheduler", {})),
-            step=common_step(groups_of(optimizer, first.path), optimizer.get("optimizer", optimizer).get("state", {})),
-            source=first.path,
+            step=common_step(groups_of(optimizer), optimizer.get("optimizer", optimizer).get("state", {})),
         )
     return MegatronContents(
         config=config, arguments=first.arguments, tensors=assembled(chunks, config), training=training
@@ -131,13 +126,20 @@ def _read_rank(path: Path) -> _RankFile:
     return _RankFile(path=path, content=content, arguments=fields)
 
 
+def _rank_chunks(rank: _RankFile, config: TransformerConfig, *, with_training: bool) -> list[ChunkTensors]:
+    """What a rank holds of each of its model chunks."""
+    models = _models(rank)
+    states = _states(rank, models) if with_training else [{}] * len(models)
+    return [_rows_by_heads({"model": model, **state}, rank, config) for model, state in zip(models, states)]
+
+
 def _models(rank: _RankFile) -> list[dict[str, LazyTensor]]:
     """The weights of a rank's model chunks by our names, in the order of their registration."""
     content = rank.content
     names = ["model"] if "model" in content else [f"model{number}" for number in range(len(content))]
     states = [content[name] for name in names if name in content]
     if not states or not all(isinstance(state, Mapping) for state in states):
-        raise ConversionError(f"{rank.path}: holds no model")
+        raise ConversionError("holds no model")
     models = []
     for state in states:
         model = {}
@@ -186,10 +188,11 @@ def _by_heads(tensor: LazyTensor, heads: int, width: int, version: float) -> Laz
 def _states(rank: _RankFile, models: list[dict[str, LazyTensor]]) -> list[ChunkTensors]:
     """Moments and main weights of a rank's model chunks."""
     if "optimizer" not in rank.content:
-        raise ConversionError(f"{rank.path}: has no state of the optimizer, which other ranks have")
+        raise ConversionError("has no state of the optimizer, which other ranks have")
     if not rank.arguments.get("use_distributed_optimizer"):
-        return list(states_by_parameter(rank.content["optimizer"], models, rank.path))
+        return list(states_by_parameter(rank.content["optimizer"], models))
     path = rank.path.with_name(_BUFFERS)
     if not path.is_file():
         raise ConversionError(f"{path} is missing, which holds the state of the distributed optimizer")
-    return states_in_buffers(read_torch_file(path), models, rank.arguments, path)
+    with errors_named(path, NOT_THE_FORM):
+        return states_in_buffers(read_torch_file(path), models, rank.arguments)
