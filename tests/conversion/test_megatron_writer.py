@@ -168,6 +168,11 @@ def test_torch_loads_what_is_written(dtype: torch.dtype, tmp_path: Path) -> None
             {"tensor": 6},
             "--tensor-model-parallel-size 6: must divide the 4 query groups, or be a multiple",
         ),
+        (
+            {"num_attention_heads": 4, "kv_channels": 3, "group_query_attention": True, "num_query_groups": 1},
+            {"tensor": 4},
+            "--tensor-model-parallel-size 4: must divide the 18 rows of decoder.layers.0.self_attention.linear_qkv",
+        ),
         ({"ffn_hidden_size": 42}, {"tensor": 4}, "--tensor-model-parallel-size 4: must divide the 42 columns"),
         ({}, {"virtual": 2}, "2 chunks a stage: Megatron-LM has them from"),
     ],

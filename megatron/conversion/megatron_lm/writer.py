@@ -19,7 +19,7 @@ from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.arguments import write_arguments
 from megatron.conversion.megatron_lm.contents import RELEASE, TRACKER
 from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, joined_name, with_layer
-from megatron.conversion.megatron_lm.shards import cut, cut_shape
+from megatron.conversion.megatron_lm.shards import cut, cut_shape, split_dimension
 from megatron.conversion.megatron_lm.torch_files import TensorToCome, TorchWriter
 from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel, global_shapes
 from megatron.conversion.whole_folder import whole_folder
@@ -112,6 +112,10 @@ def _check_sizes(config: TransformerConfig, *, tensor: int, pipeline: int, virtu
             raise ConversionError(f"{flag}: must divide the {number} {what}")
     if groups % tensor and tensor % groups:
         raise ConversionError(f"{ranks}: must divide the {groups} query groups, or be a multiple of them")
+    for name, shape in global_shapes(config, vocab_size=tensor).items():
+        dim = split_dimension(name)
+        if dim is not None and shape[dim] % tensor:
+            raise ConversionError(f"{ranks}: must divide the {shape[dim]} {('rows', 'columns')[dim]} of {name}")
     if virtual > 1 and pipeline == 1:
         raise ConversionError(
             f"{virtual} chunks a stage: Megatron-LM has them from --pipeline-model-parallel-size 2 on"
