@@ -21,6 +21,7 @@ from command_line import Parser, elapsed, progress, run_tool, say, size_of
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron.checkpointing import is_weight
 from megatron.config.problems import UserError
 from megatron.conversion.families import FAMILIES
 from megatron.conversion.hugging_face import read_hugging_face, write_hugging_face
@@ -142,7 +143,7 @@ def watched(model: PortableModel, bar: tqdm[Any]) -> PortableModel:
 def described(model: PortableModel) -> str:
     """What the model is, in a line."""
     config = model.config
-    weights = [lazy for key, lazy in model.tensors.items() if key.startswith("model.")]
+    weights = [lazy for key, lazy in model.tensors.items() if is_weight(key)]
     kinds = sorted({str(lazy.dtype).removeprefix("torch.") for lazy in weights})
     return (
         f"{sum(prod(lazy.shape) for lazy in weights):,} parameters in {' and '.join(kinds)}: "

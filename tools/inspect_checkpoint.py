@@ -27,7 +27,7 @@ from command_line import Parser, print_table, progress, run_tool, say
 from text_tools import prepare_output
 from torch import Tensor
 
-from megatron.checkpointing import Checkpoint, CheckpointError, load_checkpoint
+from megatron.checkpointing import Checkpoint, CheckpointError, is_weight, load_checkpoint
 from megatron.config.megatron_config import all_options, difference
 from megatron.config.options import Option, shown_value
 from megatron.config.problems import counted, listing
@@ -208,7 +208,7 @@ def inspect(checkpoint: Checkpoint, *, by_layer: bool) -> dict[str, Any]:
 
 def head_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """What a checkpoint is, and who wrote it."""
-    weights = [key for key in checkpoint.tensors if key.startswith("model.")]
+    weights = [key for key in checkpoint.tensors if is_weight(key)]
     saved = checkpoint.metadata.get("progress")
     return {
         "folder": str(checkpoint.folder),
@@ -342,7 +342,7 @@ def numbered(pattern: str, members: Sequence[str]) -> str:
 def in_order(key: str) -> list[tuple[int, str]]:
     """Sorts the model first, and numbers as numbers."""
     parts = re.split(r"(\d+)", key)
-    return [(not key.startswith("model."), "")] + [(int(part) if part.isdecimal() else -1, part) for part in parts]
+    return [(not is_weight(key), "")] + [(int(part) if part.isdecimal() else -1, part) for part in parts]
 
 
 def stored_as(checkpoint: Checkpoint, key: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from megatron.checkpointing.load import (
     load_checkpoint,
     read_tracker,
 )
-from megatron.checkpointing.model_tensors import model_tensors
+from megatron.checkpointing.model_tensors import is_weight, model_tensors, weight_key
 from megatron.checkpointing.retention import Retention
 from megatron.checkpointing.save import save_checkpoint, save_converted
 from megatron.checkpointing.storage import LazySlice
@@ -40,10 +40,12 @@ __all__ = [
     "NoCheckpointError",
     "Retention",
     "Written",
+    "is_weight",
     "list_checkpoints",
     "load_checkpoint",
     "model_tensors",
     "read_tracker",
     "save_checkpoint",
     "save_converted",
+    "weight_key",
 ]

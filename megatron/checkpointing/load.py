@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.checkpointing import storage
 from megatron.checkpointing.errors import CheckpointError, NoCheckpointError
 from megatron.checkpointing.index import Index, StoredTensor, check_cover, check_version, parse_index, parse_json
+from megatron.checkpointing.model_tensors import is_weight, weight_key
 from megatron.checkpointing.resharding import Transfer, misfit, transfers
 from megatron.checkpointing.slices import HeldPart, held_parts
 from megatron.config.megatron_config import MegatronConfig
@@ -208,7 +209,7 @@ class Checkpoint:
                 copies: list[Future[int]] = []
                 for transfer, part, key in transfers_of_file:
                     target = part.values[transfer.box.seen_from(part.placed.offset).index]
-                    dtype, store = self.tensors[key].dtype, _store_weights if key.startswith("model.") else _store
+                    dtype, store = self.tensors[key].dtype, _store_weights if is_weight(key) else _store
                     copies += reader.start_copy(target, transfer.source, dtype, transfer.box, store=store)
                 bytes_read += sum(copy.result() for copy in copies)
         lines = tuple(
@@ -220,7 +221,8 @@ class Checkpoint:
 
 def _weight_of(key: str) -> str:
     """The key of the weight that "optimizer.<kind>.<name>" is state of; other keys are their own."""
-    return re.sub(r"^optimizer\.[^.]+\.", "model.", key)
+    state = re.fullmatch(r"optimizer\.[^.]+\.(.+)", key)
+    return weight_key(state[1]) if state else key
 
 
 def _store(values: Tensor, target: Numbers) -> None:

@@ -50,6 +50,7 @@ from megatron.conversion.transforms import (
     transposed,
 )
 
+HEAD = "lm_head.weight"  # which a model with tied embeddings need not have
 # What says nothing about the function that the model computes.
 _NEUTRAL = frozenset(
     {
@@ -241,7 +242,7 @@ def _llama_names(
         Match(ours=ours + "mlp.linear_fc1.{kind}", theirs=gate_and_up, transform=GATE_AND_UP),
         Match(ours=ours + "mlp.linear_fc2.{kind}", theirs=(theirs + "mlp.down_proj.{kind}",)),
         Match(ours="decoder.final_layernorm.weight", theirs=("model.norm.weight",)),
-        Match(ours="output_layer.weight", theirs=("lm_head.weight",)),
+        Match(ours="output_layer.weight", theirs=(HEAD,)),
     )
 
 
@@ -263,7 +264,7 @@ def _gpt2_names() -> tuple[Match, ...]:
         Match(ours=ours + "mlp.linear_fc1.{kind}", theirs=(theirs + "mlp.c_fc.{kind}",), transform=turned),
         Match(ours=ours + "mlp.linear_fc2.{kind}", theirs=(theirs + "mlp.c_proj.{kind}",), transform=turned),
         Match(ours="decoder.final_layernorm.{kind}", theirs=("transformer.ln_f.{kind}",)),
-        Match(ours="output_layer.weight", theirs=("lm_head.weight",)),
+        Match(ours="output_layer.weight", theirs=(HEAD,)),
     )
 
 

@@ -13,9 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpointing import storage
+from megatron.checkpointing import storage, weight_key
 from megatron.checkpointing.index import DTYPES
 from megatron.conversion.families import (
+    HEAD,
     Family,
     family_called,
     family_of_file,
@@ -36,7 +37,6 @@ from megatron.model.gpt_model import WORD_EMBEDDINGS
 
 CONFIG = "config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
-HEAD = "lm_head.weight"
 MAX_SHARD_BYTES = 5 * 10**9
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors")
@@ -91,7 +91,7 @@ def _as_ours(
         _check_tied_copy(found, embedding, folder)
     refuse_differences(str(folder), wanted, found)
     return {
-        f"model.{name}": joined(match, {other: found[other] for other in theirs}, shapes[name], model)
+        weight_key(name): joined(match, {other: found[other] for other in theirs}, shapes[name], model)
         for name, (match, theirs) in sources.items()
     }
 
@@ -249,7 +249,7 @@ def _as_theirs(model: PortableModel, family: Family) -> dict[str, LazyTensor]:
     tensors: dict[str, LazyTensor] = {}
     for name in global_shapes(model.config, model.vocab_size):
         match, theirs = match_of(name, family.matches)
-        tensors |= split(match, theirs, model.tensors[f"model.{name}"], model.config)
+        tensors |= split(match, theirs, model.tensors[weight_key(name)], model.config)
     return tensors
 
 

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing import CheckpointError, LazySlice, load_checkpoint, save_converted
+from megatron.checkpointing import (
+    CheckpointError,
+    LazySlice,
+    is_weight,
+    load_checkpoint,
+    save_converted,
+    weight_key,
+)
 from megatron.checkpointing.slices import Box
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
@@ -62,16 +69,16 @@ def read_native(folder: Path, step: int | None = None) -> PortableModel:
     checkpoint = load_checkpoint(folder, step=step, world=CommGroup.single("world"))
     config = checkpoint.config
     config.validate(purpose="model", check_files=False)  # before anything is sized by it
-    embedding = checkpoint.tensors.get(f"model.{WORD_EMBEDDINGS}")
+    embedding = checkpoint.tensors.get(weight_key(WORD_EMBEDDINGS))
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{checkpoint.folder} holds no GPT: there is no {WORD_EMBEDDINGS}")
     tensors = {
         key: LazyTensor(shape=stored.shape, dtype=stored.dtype, read=partial(checkpoint.read, key))
         for key, stored in checkpoint.tensors.items()
-        if key.startswith("model.")
+        if is_weight(key)
     }
     rows = embedding.shape[0]
-    shapes = {f"model.{name}": shape for name, shape in global_shapes(config.model, rows).items()}
+    shapes = {weight_key(name): shape for name, shape in global_shapes(config.model, rows).items()}
     refuse_differences(str(checkpoint.folder), shapes, tensors)
     return PortableModel(
         config=config.model,
@@ -116,7 +123,7 @@ def write_native(model: PortableModel, folder: Path) -> MegatronConfig:
 
 def _config(model: PortableModel, folder: Path) -> MegatronConfig:
     """A whole configuration: the model's, and of a training its flags; the rest as by default."""
-    embedding = model.tensors[f"model.{WORD_EMBEDDINGS}"]
+    embedding = model.tensors[weight_key(WORD_EMBEDDINGS)]
     config = MegatronConfig(
         model=model.config,
         parallel=ParallelConfig(),

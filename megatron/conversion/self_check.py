@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.checkpointing import is_weight, weight_key
 from megatron.config.pipeline_layout import StageLayout
 from megatron.conversion.families import family_of_file
 from megatron.conversion.hugging_face import CONFIG, read_hugging_face
@@ -92,7 +93,7 @@ def bound_of(source: PortableModel, target: PortableModel) -> float:
     rounded = [
         torch.finfo(lazy.dtype).eps
         for key, lazy in target.tensors.items()
-        if key.startswith("model.") and torch.finfo(lazy.dtype).eps > torch.finfo(source.tensors[key].dtype).eps
+        if is_weight(key) and torch.finfo(lazy.dtype).eps > torch.finfo(source.tensors[key].dtype).eps
     ]
     return max([SAME_WEIGHTS, *(ROUNDED_WEIGHTS * epsilon for epsilon in rounded)])
 
@@ -169,7 +170,7 @@ def layerwise_logits(model: PortableModel, tokens: Tensor) -> Tensor:
             ),
         )
         for parameter in chunk.parameters():
-            parameter.copy_(model.tensors[f"model.{shard_of(parameter).name}"].read())
+            parameter.copy_(model.tensors[weight_key(shard_of(parameter).name)].read())
         hidden_states = chunk(tokens, positions, hidden_states=hidden_states)
     assert hidden_states is not None
     return hidden_states

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpointing import Checkpoint, load_checkpoint, model_tensors
+from megatron.checkpointing import Checkpoint, load_checkpoint, model_tensors, weight_key
 from megatron.config.data_parallel import DataParallelConfig
 from megatron.config.megatron_config import MegatronConfig, section_problems
 from megatron.config.optimizer import OptimizerConfig, Precision
@@ -21,7 +21,7 @@ from megatron.config.transformer import TransformerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.inference.stages import ModelRanks, StagedModel
-from megatron.model.gpt_model import GPTModel
+from megatron.model.gpt_model import WORD_EMBEDDINGS, GPTModel
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.tokenizer import Tokenizer
 
@@ -144,7 +144,7 @@ def _tokenizer_config(trained: TokenizerConfig, files: Mapping[str, str]) -> Tok
 
 def _check_vocabulary(config: MegatronConfig, tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
     """The tokenizer must be that of the model, whose own rows may be more than it has tokens."""
-    embedding = checkpoint.tensors.get("model.embedding.word_embeddings.weight")  # another model than a GPT has none
+    embedding = checkpoint.tensors.get(weight_key(WORD_EMBEDDINGS))  # another model than a GPT has none
     rows = config.model_vocab_size(tokenizer.vocab_size)
     if embedding is None or (embedding.shape[0] == rows and tokenizer.vocab_size <= rows):
         return
