@@ -313,6 +313,15 @@ def test_arguments_of_many_years_make_the_same_model(tmp_path: Path) -> None:
     assert found.config == read_megatron(CHECKPOINTS / "gpt2_learned/tp1pp1").config
 
 
+def test_numbers_are_read_as_their_fields_have_them(tmp_path: Path) -> None:
+    def change(_: str, state: Any) -> None:
+        vars(state["args"]).update(window_size=[8.0, 0], num_layers=4.0, hidden_dropout=0, rotary_base=20_000.0)
+
+    config = read_megatron(changed("llama_gqa/tp1pp1", tmp_path, change)).config
+    assert (config.window_size, config.num_layers, config.hidden_dropout, config.rotary_base) == ((8, 0), 4, 0, 20_000)
+    assert all(type(number) is int for number in (*config.window_size, config.num_layers))  # type: ignore[misc]
+
+
 @pytest.mark.parametrize(
     "values, activation",
     [
@@ -431,6 +440,11 @@ def set_argument(**values: Any) -> Callable[[str, Any], None]:
         ({"num_layers": -3}, "--num-layers -3 is no value"),
         ({"num_layers": 10**9}, "--num-layers 1000000000 is no value"),
         ({"hidden_size": "wide"}, "--hidden-size wide is no value"),
+        ({"window_size": [1, 2, 3]}, "--window-size of type list is no value"),
+        ({"window_size": [True, 0]}, "--window-size of type list is no value"),
+        ({"window_size": [1.5, 0]}, "--window-size of type list is no value"),
+        ({"window_size": ["1", "0"]}, "--window-size of type list is no value"),
+        ({"num_layers": 2**1100}, r"--num-layers \d{80} is no value"),
         (
             {"num_attention_heads": 7, "kv_channels": None},
             "--hidden-size 32: must be divisible by --num-attention-heads 7",

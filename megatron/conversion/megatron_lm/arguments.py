@@ -40,7 +40,7 @@ _LACKING: Mapping[str, tuple[Any, ...]] = {
     "retro_add_retriever": (False, None),
 }
 # The flag of an argument that has another name.
-_FLAGS = {"layernorm_zero_centered_gamma": "--apply-layernorm-1p", "retro_add_retriever": "--retro-add-retriever"}
+_FLAGS = {"layernorm_zero_centered_gamma": "--apply-layernorm-1p"}
 _ROTARY = ("rotary_percent", "rotary_base", "rotary_interleaved", "rotary_seq_len_interpolation_factor")
 # Of the model, fields that are read as they are; besides, those that decide about its training.
 _PLAIN = (
@@ -48,6 +48,8 @@ _PLAIN = (
     *("normalization", "norm_epsilon", "add_bias_linear", "qk_layernorm", "untie_embeddings_and_output_weights"),
     *("hidden_dropout", "attention_dropout", "init_method_std", "embedding_init_method_std", "window_size"),
 )
+# Stands for a value that a field can not have.
+_MISFIT = object()
 _TRAINING_SECTIONS = ("optimizer", "training", "data", "tokenizer")
 
 
@@ -126,24 +128,15 @@ def _shown(value: Any) -> str:
     return str(value)[:80] if isinstance(value, int | float | str) else f"of type {type(value).__name__}"
 
 
-_MISFIT = object()
-
-
 def _fitted(option: Option, value: Any) -> Any:
     """The value as a field has it; `_MISFIT` for one that it can not have."""
-    if option.many:
-        fitted = tuple(value) if isinstance(value, (list, tuple)) else value
-        fits = isinstance(fitted, tuple) and all(isinstance(each, int | float | str) for each in fitted)
-    elif option.kind == "switch":
-        fitted, fits = value, isinstance(value, bool)
-    elif option.kind == "text":
-        fitted, fits = value, isinstance(value, str)
-    else:
-        fits = isinstance(value, int | float) and not isinstance(value, bool)
-        whole = fits and option.kind == "number" and float(value).is_integer()
-        fitted = int(value) if whole else float(value) if fits and option.kind == "fraction" else value
-        fits = fits and (whole or option.kind == "fraction")
-    return fitted if fits and not option.rule(fitted) else _MISFIT
+    fitted = tuple(map(_whole, value)) if isinstance(value, list | tuple) else _whole(value)
+    return fitted if option.can_be(fitted) and not option.rule(fitted) else _MISFIT
+
+
+def _whole(value: Any) -> Any:
+    """A whole number as such, also when it was given as a fraction."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def training_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,7 +151,8 @@ def training_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
         given.pop("start_weight_decay", None)
         given.pop("end_weight_decay", None)
     options = [option for option in all_options() if option.section in _TRAINING_SECTIONS]
-    values = {option.field: _fitted(option, given[option.field]) for option in options if option.field in given}
+    told = [option for option in options if given.get(option.field) is not None]
+    values = {option.field: _fitted(option, given[option.field]) for option in told}
     return {name: value for name, value in values.items() if value is not _MISFIT}
 
 
@@ -170,7 +164,7 @@ def write_arguments(
     virtual: int,
     padded_vocab_size: int,
     divisible_by: int,
-    joined: bool,
+    transformer_impl: str,
 ) -> argparse.Namespace:
     """The arguments with which Megatron-LM would have made a model, of builtin values alone.
 
@@ -186,7 +180,6 @@ def write_arguments(
         raise ConversionError(
             "--disable-bias-linear: Megatron-LM has the tanh GELU fused with a bias only; --activation gelu is exact"
         )
-    gated = config.activation == "swiglu"
     return argparse.Namespace(
         num_layers=config.num_layers,
         encoder_num_layers=config.num_layers,
@@ -212,12 +205,12 @@ def write_arguments(
         norm_epsilon=config.norm_epsilon,
         layernorm_epsilon=config.norm_epsilon,
         apply_layernorm_1p=False,
-        swiglu=gated,
+        swiglu=config.gated,
         squared_relu=config.activation == "squared_relu",
         openai_gelu=False,
         quick_geglu=False,
         bias_gelu_fusion=config.activation == "gelu_tanh",
-        bias_swiglu_fusion=gated,
+        bias_swiglu_fusion=config.gated,
         add_bias_linear=config.add_bias_linear,
         add_qkv_bias=config.add_bias_linear or config.add_qkv_bias,
         qk_layernorm=config.qk_layernorm,
@@ -239,7 +232,7 @@ def write_arguments(
         num_layers_per_virtual_pipeline_stage=config.num_layers // (pipeline * virtual) if virtual > 1 else None,
         context_parallel_size=1,
         expert_model_parallel_size=1,
-        transformer_impl="transformer_engine" if joined else "local",
+        transformer_impl=transformer_impl,
         consumed_train_samples=0,
         consumed_valid_samples=0,
         iteration=0,

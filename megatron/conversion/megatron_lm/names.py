@@ -31,13 +31,17 @@ _BEFORE_CORE = (
     (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
 )
 # Transformer Engine joins a norm with the linear layer after it.
-_JOINED = (
-    (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
-    (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
-)
+_ENGINE = "transformer_engine"
+_JOINED = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
 # State of an implementation, and tables that follow from the configuration.
 _NO_PARAMETER = re.compile(r"(\._extra_state(/.*)?|\.inv_freq)$")
-_OF_BERT = ("lm_head.", "binary_head.", "language_model.pooler.", "embedding.tokentype_embeddings.", "pooler.")
+_OF_BERT = (
+    *("lm_head.", "binary_head.", "pooler.", "embedding.tokentype_embeddings."),
+    *("language_model.pooler.", "language_model.embedding.tokentype_embeddings."),
+)
 
 # The parts of a layer in the order of their registration, which is that of the optimizer's states.
 _IN_LAYER = (
@@ -91,20 +95,22 @@ def native_name(name: str) -> str | None:
     """
     if _NO_PARAMETER.search(name):
         return None
-    if name.startswith(_OF_BERT) or name.startswith("language_model.embedding.tokentype"):
+    if name.startswith(_OF_BERT):
         raise ConversionError(f"{name}: the model is BERT, which is not available in this version; GPT is")
     if name.startswith(("language_model.", "word_embeddings_for_head.")):
         for pattern, ours in _BEFORE_CORE:
             name = re.sub(pattern, ours, name, count=1)
-    for pattern, ours in _JOINED:
-        name = re.sub(pattern, ours, name, count=1)
+    for ours, theirs in _JOINED.items():
+        name = name.replace(theirs, ours)
     return name
 
 
-def joined_name(name: str) -> str:
-    """What Transformer Engine calls the tensor that we call so."""
-    name = re.sub(r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1", name)
-    return re.sub(r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1", name)
+def core_name(name: str, transformer_impl: str) -> str:
+    """What Megatron core with this implementation calls the tensor that we call so."""
+    if transformer_impl == _ENGINE:
+        for ours, theirs in _JOINED.items():
+            name = name.replace(ours, theirs)
+    return name
 
 
 def layer_of(name: str) -> int | None:
@@ -119,7 +125,7 @@ def with_layer(name: str, shift: int) -> str:
 
 
 def chunk_names(
-    names: Iterable[str], num_layers: int, *, first: bool, last: bool, tied: bool, joined: bool
+    names: Iterable[str], num_layers: int, *, first: bool, last: bool, tied: bool, transformer_impl: str
 ) -> list[str]:
     """Of a model's parameters those of one of its chunks, in the order in which Megatron core registers them.
 
@@ -127,11 +133,11 @@ def chunk_names(
         num_layers: of the chunk, counted from 0.
         first, last: whether the chunk has the embeddings, and the final norm and the output layer.
         tied: the output layer has the weight of the word embeddings, of which a chunk without these has a copy.
-        joined: of a model of Transformer Engine.
+        transformer_impl: of the model, by the flag of Megatron-LM.
     """
     modules = ["embedding.word_embeddings", "embedding.position_embeddings"] if first else []
-    for layer in range(num_layers):
-        modules += [f"decoder.layers.{layer}.{part}" for part in (_IN_JOINED_LAYER if joined else _IN_LAYER)]
+    parts = _IN_JOINED_LAYER if transformer_impl == _ENGINE else _IN_LAYER
+    modules += [f"decoder.layers.{layer}.{part}" for layer in range(num_layers) for part in parts]
     modules += ["decoder.final_layernorm", "output_layer"] if last else []
     present = {*names, OUTPUT} if tied and not first else set(names)
     every = (f"{module}.{kind}" for module in modules for kind in ("weight", "bias"))

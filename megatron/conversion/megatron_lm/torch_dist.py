@@ -272,7 +272,6 @@ def _from_buffers(
     shapes = global_shapes(config, vocab_size)
     with_copy = {OUTPUT: shapes[EMBEDDING], **shapes}
     layers = config.num_layers // (pipeline * virtual)
-    joined = arguments.get("transformer_impl") == "transformer_engine"
     chunks: dict[tuple[int, int], list[ChunkTensors]] = {}
     for number in range(virtual):
         for stage in range(pipeline):
@@ -282,7 +281,7 @@ def _from_buffers(
                 first=(number, stage) == (0, 0),
                 last=(number, stage) == (virtual - 1, pipeline - 1),
                 tied=config.tied_embeddings,
-                joined=joined,
+                transformer_impl=str(arguments.get("transformer_impl")),
             )
             buckets = flat_buckets(
                 {name: cut_shape(name, with_copy[name], tensor) for name in names},

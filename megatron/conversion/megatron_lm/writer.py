@@ -18,7 +18,7 @@ from megatron.config.tokenizer import padded_vocab_size
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.arguments import write_arguments
 from megatron.conversion.megatron_lm.contents import RELEASE, TRACKER
-from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, joined_name, with_layer
+from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, core_name, with_layer
 from megatron.conversion.megatron_lm.shards import cut, cut_shape, split_dimension
 from megatron.conversion.megatron_lm.torch_files import TensorToCome, TorchWriter
 from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel, global_shapes
@@ -56,7 +56,6 @@ def write_megatron(
     config = model.config
     _check_sizes(config, tensor=tensor, pipeline=pipeline, virtual=virtual)
     padded = padded_vocab_size(model.vocab_size, make_vocab_size_divisible_by, tensor)
-    joined = transformer_impl == "transformer_engine"
     arguments = write_arguments(
         model,
         tensor=tensor,
@@ -64,19 +63,19 @@ def write_megatron(
         virtual=virtual,
         padded_vocab_size=padded,
         divisible_by=make_vocab_size_divisible_by,
-        joined=joined,
+        transformer_impl=transformer_impl,
     )
     with whole_folder(folder) as unfinished:
         for stage in range(pipeline):
             chunks = [
                 {name: _padded(name, model.tensors[key], padded) for name, key in chunk.items()}
-                for chunk in _stage_names(config, stage, pipeline=pipeline, virtual=virtual, joined=joined)
+                for chunk in _stage_names(config, stage, pipeline=pipeline, virtual=virtual, impl=transformer_impl)
             ]
             state = {
                 "args": arguments,
                 "checkpoint_version": 3.0,
                 "iteration": 0,
-                **_described(chunks, tensor, joined=joined),
+                **_described(chunks, tensor, transformer_impl),
             }
             ranks = [f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "") for rank in range(tensor)]
             _write_stage([unfinished / RELEASE / rank for rank in ranks], state, chunks, gated=config.gated)
@@ -123,7 +122,7 @@ def _check_sizes(config: TransformerConfig, *, tensor: int, pipeline: int, virtu
 
 
 def _stage_names(
-    config: TransformerConfig, stage: int, *, pipeline: int, virtual: int, joined: bool
+    config: TransformerConfig, stage: int, *, pipeline: int, virtual: int, impl: str
 ) -> list[dict[str, str]]:
     """Of each chunk of a stage the tensors: by the name with layers counted from 0, the key in the model."""
     every = global_shapes(config, 1)
@@ -136,7 +135,7 @@ def _stage_names(
             first=(number, stage) == (0, 0),
             last=(number, stage) == (virtual - 1, pipeline - 1),
             tied=config.tied_embeddings,
-            joined=joined,
+            transformer_impl=impl,
         )
         before = (number * pipeline + stage) * layers
         ours = {name: with_layer(name, before) for name in names}
@@ -157,14 +156,15 @@ def _padded(name: str, lazy: LazyTensor, rows: int) -> LazyTensor:
     return LazyTensor(shape=(rows, *lazy.shape[1:]), dtype=lazy.dtype, read=read)
 
 
-def _described(chunks: list[dict[str, LazyTensor]], size: int, *, joined: bool) -> dict[str, dict[str, Any]]:
+def _described(chunks: list[dict[str, LazyTensor]], size: int, transformer_impl: str) -> dict[str, dict[str, Any]]:
     """The states of a rank's chunks before their tensors are written."""
     states = []
     for chunk in chunks:
         state: dict[str, Any] = {}
         for name, lazy in chunk.items():
-            theirs = joined_name(name) if joined else name
-            state[theirs] = TensorToCome(shape=cut_shape(name, lazy.shape, size), dtype=lazy.dtype)
+            state[core_name(name, transformer_impl)] = TensorToCome(
+                shape=cut_shape(name, lazy.shape, size), dtype=lazy.dtype
+            )
             module, _, kind = name.rpartition(".")
             if module.endswith(_LINEAR) and (kind == "bias" or f"{module}.bias" not in chunk):
                 state[f"{module}._extra_state"] = None
