@@ -221,7 +221,6 @@ _RMS_NORM_AND_SWIGLU: Mapping[str, Any] = {
     "add_bias_linear": False,
     "hidden_dropout": 0.0,
 }
-_ROTARY_MODEL = {**_RMS_NORM_AND_SWIGLU, "position_embedding_type": "rope"}
 
 
 def _llama_names(
@@ -272,7 +271,20 @@ _BAICHUAN_PROGRAM = {
     "AutoConfig": "configuration_baichuan.BaichuanConfig",
     "AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM",
 }
-_ROTARY_TABLES = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"(model\.)?rotary_emb\.inv_freq")
+
+
+def _llama_like(name: str, architecture: str, *settings: Setting, **fields: Any) -> Family:
+    """Llama but for some settings, and for fields of our configuration that are not as by default."""
+    return Family(
+        name=name,
+        architecture=architecture,
+        settings=(*_LLAMA_SIZES, *_ROTARY, *settings),
+        fields={**_RMS_NORM_AND_SWIGLU, "position_embedding_type": "rope", **fields},
+        matches=_llama_names(),
+        prefix="model.",
+        ignored=(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"(model\.)?rotary_emb\.inv_freq"),
+    )
+
 
 GPT2 = Family(
     name="gpt2",
@@ -309,55 +321,19 @@ GPT2 = Family(
         *("summary_proj_to_labels", "summary_type", "summary_use_proj"),
     ),
 )
-LLAMA = Family(
-    name="llama",
-    architecture="LlamaForCausalLM",
-    settings=(
-        *(*_LLAMA_SIZES, *_ROTARY, key_value_heads(None), biases()),
-        head_width(None),
-    ),
-    fields=_ROTARY_MODEL,
-    matches=_llama_names(),
-    prefix="model.",
-    ignored=_ROTARY_TABLES,
+LLAMA = _llama_like("llama", "LlamaForCausalLM", key_value_heads(None), biases(), head_width(None))
+MISTRAL = _llama_like("mistral", "MistralForCausalLM", key_value_heads(8), sliding_window(), head_width(None))
+QWEN2 = _llama_like(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    *(key_value_heads(32), sliding_window_by_layer(), head_width(None), fixed("use_mrope", False, written=False)),
+    add_qkv_bias=True,
 )
-MISTRAL = Family(
-    name="mistral",
-    architecture="MistralForCausalLM",
-    settings=(
-        *(*_LLAMA_SIZES, *_ROTARY, key_value_heads(8), sliding_window()),
-        head_width(None),
-    ),
-    fields=_ROTARY_MODEL,
-    matches=_llama_names(),
-    prefix="model.",
-    ignored=_ROTARY_TABLES,
-)
-QWEN2 = Family(
-    name="qwen2",
-    architecture="Qwen2ForCausalLM",
-    settings=(
-        *(*_LLAMA_SIZES, *_ROTARY, key_value_heads(32), sliding_window_by_layer()),
-        head_width(None),
-        fixed("use_mrope", False, written=False),
-    ),
-    fields={**_ROTARY_MODEL, "add_qkv_bias": True},
-    matches=_llama_names(),
-    prefix="model.",
-    ignored=_ROTARY_TABLES,
-)
-QWEN3 = Family(
-    name="qwen3",
-    architecture="Qwen3ForCausalLM",
-    settings=(
-        *(*_LLAMA_SIZES, *_ROTARY, key_value_heads(32), sliding_window_by_layer()),
-        head_width(128),
-        fixed("attention_bias", False),
-    ),
-    fields={**_ROTARY_MODEL, "qk_layernorm": True},
-    matches=_llama_names(),
-    prefix="model.",
-    ignored=_ROTARY_TABLES,
+QWEN3 = _llama_like(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    *(key_value_heads(32), sliding_window_by_layer(), head_width(128), fixed("attention_bias", False)),
+    qk_layernorm=True,
 )
 # Of Baichuan 2 the model of 13B; that of 7B has rotary positions. transformers lacks both, and runs the program that
 # lies beside the files.
