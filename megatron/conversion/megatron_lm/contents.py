@@ -1,7 +1,8 @@
-"""What each layout of Megatron-LM's checkpoints is read into."""
+"""What each layout of Megatron-LM's checkpoints is read into, and the names that are the same wherever they stand."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,17 @@ from megatron.conversion.portable import LazyTensor, TrainingState
 # The file that names the newest checkpoint in a folder, and its word for weights without a training.
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+# What a rank of the model has in its folder, in the layout `torch`: all, and apart what its distributed optimizer has.
+RANK_FILE = "model_optim_rng.pt"
+BUFFERS_FILE = "distrib_optim.pt"
+# What an optimizer keeps of a parameter, by Megatron-LM's word in any layout and by our kind.
+STATES = {
+    "exp_avg": "optimizer.exp_avg",
+    "exp_avg_sq": "optimizer.exp_avg_sq",
+    "momentum_buffer": "optimizer.momentum",
+    "param": "main",
+    "fp32_param": "main",
+}
 # What is said of a file that can be read, but not understood.
 NOT_THE_FORM = "what is in it has not the form that Megatron-LM gives it"
 
@@ -31,3 +43,19 @@ class MegatronContents:
     arguments: Mapping[str, Any]
     tensors: Mapping[str, LazyTensor]
     training: TrainingState | None
+
+
+def iteration_folder(iteration: int) -> str:
+    """The folder of a checkpoint."""
+    return f"iter_{iteration:07d}"
+
+
+def rank_folder(tensor: int, stage: int, *, pipeline: int) -> str:
+    """The folder in it of a tensor-parallel rank of a stage, of so many."""
+    return f"mp_rank_{tensor:02d}" + (f"_{stage:03d}" if pipeline > 1 else "")
+
+
+def rank_of(folder: str) -> tuple[int, int] | None:
+    """The stage and the tensor-parallel rank in it that have a folder of this name; None for another name."""
+    match = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3,}))?", folder)
+    return (int(match[2] or 0), int(match[1])) if match else None

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT
 
 _ALIGNMENT = 64
-# Kinds of a buffer as we call them.
-KINDS = {"param": "main", "exp_avg": "optimizer.exp_avg", "exp_avg_sq": "optimizer.exp_avg_sq"}
+# The states that are kept so.
+IN_BUFFERS = ("param", "exp_avg", "exp_avg_sq")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FlatBucket:
     """Of each parameter in a bucket its first element and its shape; the number of elements that are stored."""
 
-    places: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    length: int = 0
+    places: Mapping[str, tuple[int, tuple[int, ...]]]
+    length: int
 
 
 def bucket_limit(arguments: Mapping[str, Any], chunk: int) -> int | None:
@@ -43,17 +43,18 @@ def flat_buckets(shapes: Mapping[str, Sequence[int]], *, limit: int | None, shar
         limit: see `bucket_limit`.
         shared_embedding: whether two stages share the word embeddings.
     """
-    buckets = [FlatBucket()]
+    buckets: list[FlatBucket] = []
+    places: dict[str, tuple[int, tuple[int, ...]]] = {}
+    length = 0
     for name, shape in reversed(list(shapes.items())):
         apart = shared_embedding and name in (EMBEDDING, OUTPUT)
-        bucket = buckets[-1]
-        first = -(-bucket.length // _ALIGNMENT) * _ALIGNMENT
-        if apart and bucket.places:
-            bucket.length = first
-            bucket, first = FlatBucket(), 0
-            buckets.append(bucket)
-        bucket.places[name] = (first, tuple(shape))
-        bucket.length = first + math.prod(shape)
-        if apart or (limit is not None and bucket.length >= limit):
-            buckets.append(FlatBucket())
-    return [bucket for bucket in buckets if bucket.places]
+        first = -(-length // _ALIGNMENT) * _ALIGNMENT
+        if apart and places:
+            buckets.append(FlatBucket(places=places, length=first))
+            places, first = {}, 0
+        places[name] = (first, tuple(shape))
+        length = first + math.prod(shape)
+        if apart or (limit is not None and length >= limit):
+            buckets.append(FlatBucket(places=places, length=length))
+            places, length = {}, 0
+    return [*buckets, FlatBucket(places=places, length=length)] if places else buckets

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.conversion.megatron_lm.arguments import training_flags
-from megatron.conversion.megatron_lm.flat_buffers import KINDS, bucket_limit, flat_buckets
+from megatron.conversion.megatron_lm.contents import STATES
+from megatron.conversion.megatron_lm.flat_buffers import IN_BUFFERS, bucket_limit, flat_buckets
 from megatron.conversion.megatron_lm.pickles import StoredTensor
 from megatron.conversion.megatron_lm.shards import ChunkTensors
 from megatron.conversion.portable import ConversionError, LazyTensor, TrainingState
 
-# A state of torch's optimizers as we call it.
-STATES = {"exp_avg": "optimizer.exp_avg", "exp_avg_sq": "optimizer.exp_avg_sq", "momentum_buffer": "optimizer.momentum"}
 _RULES = {"adam": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum"]}
 # Old names of the schedule's state.
 _SCHEDULE = {"warmup_steps": "lr_warmup_steps", "decay_steps": "lr_decay_steps", "decay_style": "lr_decay_style"}
@@ -102,16 +101,16 @@ def states_in_buffers(
         shapes = {name: tensor.shape for name, tensor in model.items()}
         buckets = flat_buckets(shapes, limit=bucket_limit(arguments, number), shared_embedding=shared)
         tensors: dict[str, dict[str, LazyTensor]] = {}
-        for stored, kind in KINDS.items():
-            flat = buffers[0].get(stored)
+        for state in IN_BUFFERS:
+            flat = buffers[0].get(state)
             length = sum(bucket.length for bucket in buckets)
             if not isinstance(flat, StoredTensor) or (flat.shape, flat.strides) != ((length,), (1,)):
                 found = list(flat.shape) if isinstance(flat, LazyTensor) else "nothing"
-                raise ConversionError(f"{stored} should be {length} elements in a row, and is {found}; {ADVICE}")
+                raise ConversionError(f"{state} should be {length} elements in a row, and is {found}; {ADVICE}")
             before = 0
             for bucket in buckets:
                 for name, (first, shape) in bucket.places.items():
-                    tensors.setdefault(kind, {})[name] = flat.elements(before + first, shape)
+                    tensors.setdefault(STATES[state], {})[name] = flat.elements(before + first, shape)
                 before += bucket.length
         chunks.append(tensors)
     return chunks
@@ -142,11 +141,11 @@ def training_state(
         optimizer={
             "rule": rule,
             "state_names": names,
-            "num_updates": int(number(step)),
+            "num_updates": int(_as_number(step)),
             "grad_scaler": {
-                "scale": number(scaler["scale"]),
-                "growth_tracker": int(number(scaler["growth_tracker"])),
-                "hysteresis_tracker": int(number(scaler["hysteresis_tracker"])),
+                "scale": _as_number(scaler["scale"]),
+                "growth_tracker": int(_as_number(scaler["growth_tracker"])),
+                "hysteresis_tracker": int(_as_number(scaler["hysteresis_tracker"])),
             }
             if scaler
             else {},
@@ -155,7 +154,7 @@ def training_state(
     )
 
 
-def number(value: Any) -> float:
+def _as_number(value: Any) -> float:
     """A number that may be kept as a tensor of one element."""
     return float(value.read().reshape(()).item()) if isinstance(value, LazyTensor) else float(value)
 

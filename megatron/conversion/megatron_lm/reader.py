@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, RELEASE, TRACKER, MegatronContents
+from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, RELEASE, TRACKER, MegatronContents, iteration_folder
 from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT
 from megatron.conversion.megatron_lm.optimizer import ADVICE
 from megatron.conversion.megatron_lm.pickles import errors_named
@@ -77,17 +77,17 @@ def _find(folder: Path, step: int | None) -> Path:
         tracker = folder / TRACKER
         if not tracker.is_file():
             raise ConversionError(
-                f"{folder}: has no {TRACKER}, which names the newest checkpoint; name one by its iteration"
+                f"{folder}: has no {TRACKER}, which names the newest checkpoint; --ckpt-step names one"
             )
         text = tracker.read_text(errors="replace").strip()[:20]
         if text == RELEASE:
             name = RELEASE
         elif text.isascii() and text.isdigit():
-            name = f"iter_{int(text):07d}"
+            name = iteration_folder(int(text))
         else:
             raise ConversionError(f"{tracker}: names {text!r}, which is neither an iteration nor {RELEASE!r}")
     else:
-        name = f"iter_{step:07d}"
+        name = iteration_folder(step)
     if not (folder / name).is_dir():
         there = ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir())[-5:])
         raise ConversionError(f"{folder}: has no checkpoint {name}; there are {there or 'none'}")

@@ -24,10 +24,10 @@ from torch import Tensor
 from megatron.checkpointing.slices import Box, tiling_fault
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.arguments import read_config
-from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, MegatronContents
-from megatron.conversion.megatron_lm.flat_buffers import KINDS, bucket_limit, flat_buckets
+from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, STATES, MegatronContents
+from megatron.conversion.megatron_lm.flat_buffers import IN_BUFFERS, bucket_limit, flat_buckets
 from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, native_name
-from megatron.conversion.megatron_lm.optimizer import ADVICE, STATES, common_step, groups_of, training_state
+from megatron.conversion.megatron_lm.optimizer import ADVICE, common_step, groups_of, training_state
 from megatron.conversion.megatron_lm.pickles import StandIn, errors_named, is_shape, read_pickle, read_torch_file
 from megatron.conversion.megatron_lm.shards import ChunkTensors, assembled, cut_shape
 from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes
@@ -42,10 +42,7 @@ _BUFFER = re.compile(
 # What the distributed optimizer's ranks have alike, of the first of them.
 _DISTRIBUTED = "optimizer.distributed.dp_group_idx_0."
 # Kinds of the optimizer's tensors that have the names of parameters.
-_STATE_KINDS = {f"optimizer.state.{name}.": f"{kind}." for name, kind in STATES.items()} | {
-    "optimizer.state.fp32_param.": "main.",
-    "optimizer.state.param.": "main.",
-}
+_STATE_KINDS = {f"optimizer.state.{name}.": f"{kind}." for name, kind in STATES.items()}
 
 
 def has_torch_dist_layout(folder: Path) -> bool:
@@ -291,15 +288,15 @@ def _from_buffers(
             for rank in range(tensor):
                 states: dict[str, dict[str, LazyTensor]] = {}
                 for which, bucket in enumerate(buckets):
-                    for stored_kind, kind in KINDS.items():
-                        flat = by_place.get((stage * tensor + rank, number, which, stored_kind))
+                    for state in IN_BUFFERS:
+                        flat = by_place.get((stage * tensor + rank, number, which, state))
                         if flat is None or flat.shape[0] < bucket.length:
                             raise ConversionError(
                                 f"bucket {which} of model chunk {number} on stage {stage} should hold "
-                                f"{bucket.length} elements of {stored_kind}, and does not; {ADVICE}"
+                                f"{bucket.length} elements of {state}, and does not; {ADVICE}"
                             )
                         for name, (start, shape) in bucket.places.items():
                             box = Box(offset=(start,), shape=(math.prod(shape),))
-                            states.setdefault(kind, {})[name] = flat.part(box, shape)
+                            states.setdefault(STATES[state], {})[name] = flat.part(box, shape)
                 chunks.setdefault((number, stage), []).append(states)
     return assembled(chunks, config)

@@ -7,7 +7,6 @@ iter_0000100/mp_rank_TT/          tensor-parallel rank TT, or mp_rank_TT_PPP wit
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,14 @@ from torch import Tensor
 
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.arguments import read_config
-from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, MegatronContents
+from megatron.conversion.megatron_lm.contents import (
+    BUFFERS_FILE,
+    NOT_THE_FORM,
+    RANK_FILE,
+    MegatronContents,
+    rank_folder,
+    rank_of,
+)
 from megatron.conversion.megatron_lm.names import flat_names, native_name
 from megatron.conversion.megatron_lm.optimizer import (
     common_step,
@@ -30,13 +36,9 @@ from megatron.conversion.megatron_lm.pickles import StandIn, errors_named, read_
 from megatron.conversion.megatron_lm.shards import ChunkTensors, assembled
 from megatron.conversion.portable import ConversionError, LazyTensor
 
-_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
-_FILE = "model_optim_rng.pt"
-_BUFFERS = "distrib_optim.pt"
-
 
 def has_torch_layout(folder: Path) -> bool:
-    return any(_FOLDER.fullmatch(entry.name) for entry in folder.iterdir())
+    return any(rank_of(entry.name) for entry in folder.iterdir())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +88,8 @@ def read_torch_layout(folder: Path, *, weights_only: bool) -> MegatronContents:
 
 def _read_ranks(folder: Path) -> list[list[_RankFile]]:
     """The files of all ranks, by stage and tensor-parallel rank."""
-    found: dict[tuple[int, int], Path] = {}
-    for entry in sorted(folder.iterdir()):
-        match = _FOLDER.fullmatch(entry.name)
-        if match:
-            found[int(match[2] or 0), int(match[1])] = entry / _FILE
+    ranks = {entry: rank_of(entry.name) for entry in sorted(folder.iterdir())}
+    found = {rank: entry / RANK_FILE for entry, rank in ranks.items() if rank is not None}
     start = min(found)
     first = _read_rank(found[start])
     tensor, pipeline = first.size("tensor_model_parallel_size"), first.size("pipeline_model_parallel_size")
@@ -98,10 +97,9 @@ def _read_ranks(folder: Path) -> list[list[_RankFile]]:
     for word, places in (("is missing", wanted - set(found)), ("is one too many", set(found) - wanted)):
         if places:
             stage, rank = min(places)
-            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "")
             raise ConversionError(
-                f"{folder}: {name} {word}; the model was saved at tensor-parallel size {tensor} and pipeline-parallel "
-                f"size {pipeline}, as {first.path} says"
+                f"{rank_folder(rank, stage, pipeline=pipeline)} {word}; the model was saved at tensor-parallel size "
+                f"{tensor} and pipeline-parallel size {pipeline}, as {first.path} says"
             )
     files = {place: first if place == start else _read_rank(found[place]) for place in sorted(found)}
     for file in files.values():
@@ -191,7 +189,7 @@ def _states(rank: _RankFile, models: list[dict[str, LazyTensor]]) -> list[ChunkT
         raise ConversionError("has no state of the optimizer, which other ranks have")
     if not rank.arguments.get("use_distributed_optimizer"):
         return list(states_by_parameter(rank.content["optimizer"], models))
-    path = rank.path.with_name(_BUFFERS)
+    path = rank.path.with_name(BUFFERS_FILE)
     if not path.is_file():
         raise ConversionError(f"{path} is missing, which holds the state of the distributed optimizer")
     with errors_named(path, NOT_THE_FORM):

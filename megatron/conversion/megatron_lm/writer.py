@@ -17,7 +17,7 @@ from megatron.checkpointing import storage
 from megatron.config.tokenizer import padded_vocab_size
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.arguments import write_arguments
-from megatron.conversion.megatron_lm.contents import RELEASE, TRACKER
+from megatron.conversion.megatron_lm.contents import RANK_FILE, RELEASE, TRACKER, rank_folder
 from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, core_name, with_layer
 from megatron.conversion.megatron_lm.shards import cut, cut_shape, split_dimension
 from megatron.conversion.megatron_lm.torch_files import TensorToCome, TorchWriter
@@ -77,7 +77,7 @@ def write_megatron(
                 "iteration": 0,
                 **_described(chunks, tensor, transformer_impl),
             }
-            ranks = [f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "") for rank in range(tensor)]
+            ranks = [rank_folder(rank, stage, pipeline=pipeline) for rank in range(tensor)]
             _write_stage([unfinished / RELEASE / rank for rank in ranks], state, chunks, gated=config.gated)
         storage.write_file(unfinished / TRACKER, RELEASE.encode())
 
@@ -90,7 +90,7 @@ def _write_stage(
         writers = []
         for folder in folders:
             folder.mkdir(parents=True)
-            writers.append(files.enter_context(TorchWriter(folder / "model_optim_rng.pt", state)))
+            writers.append(files.enter_context(TorchWriter(folder / RANK_FILE, state)))
         for chunk in chunks:
             for name, lazy in chunk.items():
                 whole = lazy.read()
