@@ -42,6 +42,17 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an argument that is a whole number, this one or a larger one."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, not {text}")
+        return int(text)
+
+    return number
+
+
 def run_tool(main: Callable[[], None], ends: Callable[[], AbstractContextManager[None]] = exiting) -> None:
     """Call a tool's main; it ends as `exiting` says, and a file that cannot be read or written is for its user too.
 

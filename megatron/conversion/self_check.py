@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,17 +26,14 @@ from torch import Tensor
 from megatron.checkpointing import is_weight, weight_key
 from megatron.config.pipeline_layout import StageLayout
 from megatron.conversion.families import family_of_file
-from megatron.conversion.hugging_face import CONFIG, read_hugging_face
-from megatron.conversion.megatron_lm.reader import read_megatron
-from megatron.conversion.native import read_native
+from megatron.conversion.forms import FORMS
+from megatron.conversion.hugging_face import CONFIG
 from megatron.conversion.portable import ConversionError, PortableModel
 from megatron.conversion.whole_folder import read_json
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import shard_of
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.model.gpt_model import GPTModel
-
-Form = Literal["hf", "native", "megatron"]
 
 # Both sides compute in float32, each in its own order: thousands of roundings deep, and deeper where single activations
 # are a hundred times as large as the others. The logits of a wrong conversion are off by themselves.
@@ -52,10 +49,11 @@ class Side:
     """A model on disk.
 
     Attributes:
-        options: of its reader, by name.
+        form: its name, as in `FORMS`.
+        options: keywords of its reader.
     """
 
-    form: Form
+    form: str
     folder: Path
     options: Mapping[str, Any]
 
@@ -190,15 +188,14 @@ def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
 
 def logits_of(side: Side, tokens: Tensor) -> tuple[Tensor, str]:
     """Logits [b, s, v] of tokens [b, s], and by what they are computed."""
-    if side.form == "megatron":
-        return layerwise_logits(read_megatron(side.folder, **side.options), tokens), "this program"
-    if side.form == "native":
-        return layerwise_logits(read_native(side.folder, **side.options), tokens), "this program"
-    family = family_of_file(read_json(side.folder / CONFIG), str(side.folder / CONFIG))
-    lacks = why_not_transformers(family.name)
-    if not lacks:
-        return transformers_logits(side.folder, tokens), "transformers"
-    return layerwise_logits(read_hugging_face(side.folder), tokens), f"this program, since {lacks}"
+    program = "this program"
+    if side.form == "hf":
+        family = family_of_file(read_json(side.folder / CONFIG), str(side.folder / CONFIG))
+        lacks = why_not_transformers(family.name)
+        if not lacks:
+            return transformers_logits(side.folder, tokens), "transformers"
+        program += f", since {lacks}"
+    return layerwise_logits(FORMS[side.form].read(side.folder, **side.options), tokens), program
 
 
 def why_not_transformers(family: str) -> str:
@@ -212,7 +209,7 @@ def why_not_transformers(family: str) -> str:
 
 def main() -> None:
     form, folder, tokens, made, options = sys.argv[1:]
-    side = Side(form=cast(Form, form), folder=Path(folder), options=json.loads(options))
+    side = Side(form=form, folder=Path(folder), options=json.loads(options))
     logits, program = logits_of(side, torch.from_numpy(np.load(tokens, allow_pickle=False)))
     np.save(made, logits.numpy())
     print(program)

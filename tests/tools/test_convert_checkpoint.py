@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.conversion.forms import FORMS
 from megatron.conversion.hugging_face import read_hugging_face
 from megatron.conversion.megatron_lm.reader import read_megatron
 from megatron.conversion.native import read_native, write_native
@@ -95,13 +97,16 @@ def test_numbers_that_are_none_do_not_agree() -> None:
     ("arguments", "message"),
     [
         (("--from", "hf", "--to", "native", "--true-vocab-size", "9"), "--true-vocab-size belongs to --from megatron"),
-        (("--from", "hf", "--to", "native", "--ckpt-step", "9"), "--ckpt-step belongs to --from native or megatron"),
+        (("--from", "hf", "--to", "native", "--ckpt-step", "0"), "--ckpt-step belongs to --from native or megatron"),
         (
             ("--from", "hf", "--to", "native", "--hf-family", "gpt2"),
             "--hf-family belongs to --to hf, and",
         ),
         (("--from", "hf", "--to", "hf", "--target-tensor-parallel-size", "2"), "belongs to --to megatron"),
-        (("--from", "hf", "--to", "megatron", "--target-tensor-parallel-size", "0"), "(0) must be at least 1"),
+        (
+            ("--from", "hf", "--to", "megatron", "--target-tensor-parallel-size", "0"),
+            "-size: must be at least 1, not 0",
+        ),
         (("--from", "hf", "--to", "hf", "--dtype", "int8"), "--dtype"),
         (("--from", "hf", "--to", "hf", "--dtpye", "float32"), "--dtype"),
         (("--from", "hf", "--to", "hf", "--hf-family", "mistral"), "the model is no mistral"),
@@ -113,6 +118,12 @@ def test_errors_are_one_line_with_what_to_do(arguments: tuple[str, ...], message
     theirs = save(made("gpt2"), tmp_path / "theirs")
     assert message in run(CONVERTER, *arguments, theirs, tmp_path / "ours", status=2)
     assert names(tmp_path) == ["theirs"]
+
+
+def test_a_form_is_told_what_its_reader_and_its_writer_take() -> None:
+    for form in FORMS.values():
+        for function, keywords in ((form.read, form.reading), (form.write, form.writing)):
+            assert set(keywords.values()) <= set(signature(function).parameters), form.name
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
