@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,29 +14,33 @@ from typing import Any
 from megatron.checkpointing import CheckpointError, storage
 from megatron.checkpointing.index import parse_json
 from megatron.conversion.portable import ConversionError
-from megatron.core.whole_file import sync_folder
+from megatron.core.whole_file import make_folder, sync_folder
 
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A new folder under a temporary name, which gets its own when the block ends well, and vanishes when it does not.
 
-    Files are to be on the disk when the block ends; the names of all folders are put there.
+    Files are to be on the disk when the block ends; the names of all folders are put there. The temporary name,
+    `.tmp-<name>-<random>`, is that of no other conversion: one that was killed leaves its folder to its user.
 
     Raises:
-        ConversionError: there is something of this name.
+        ConversionError: there is something of this name, at the start or at the end.
     """
     refuse_existing(folder)
     folder = folder.resolve()  # "." has no name, and what a link leads to is what can be replaced
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    inside = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(inside, ignore_errors=True)  # of a conversion that was killed
+    make_folder(folder.parent)
+    inside = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
     inside.mkdir()
     try:
         yield inside
         for below, _, _ in os.walk(inside):
             sync_folder(Path(below))
-        inside.rename(folder)  # over an empty folder too
+        try:
+            inside.rename(folder)  # over an empty folder too
+        except OSError:
+            refuse_existing(folder)
+            raise
         sync_folder(folder.parent)
     finally:
         shutil.rmtree(inside, ignore_errors=True)

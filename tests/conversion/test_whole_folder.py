@@ -60,6 +60,22 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_of_two_conversions_into_one_folder_the_first_to_end_has_it(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-new").mkdir()
+    (tmp_path / ".tmp-new" / "mine").touch()
+
+    def twice() -> None:
+        with whole_folder(tmp_path / "new") as inside:
+            write_into(tmp_path / "new")
+            (inside / "other").touch()
+
+    with pytest.raises(ConversionError, match="exists and is not empty"):
+        twice()
+    assert names(tmp_path / "new") == ["file"]
+    assert names(tmp_path) == [".tmp-new", "new"]
+    assert names(tmp_path / ".tmp-new") == ["mine"]
+
+
 @pytest.mark.parametrize("form", ["native", "megatron"])
 def test_all_files_and_names_are_on_the_disk_before_the_folder_has_its_own(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
