@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import resource
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,29 @@ def test_each_tensor_is_read_once_for_all_tensor_parallel_ranks_and_kept_no_long
     counted = {key: counting(key, lazy) for key, lazy in model.tensors.items()}
     write_megatron(replace(model, tensors=counted), tmp_path / "out", tensor=2, pipeline=2)
     assert sorted(read) == sorted(model.tensors)
+
+
+READ = """
+import sys
+from pathlib import Path
+from megatron.conversion.megatron_lm.reader import read_megatron
+
+def status(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(key)) * 1024
+
+lazy = read_megatron(Path(sys.argv[1])).tensors["model.embedding.word_embeddings.weight"]
+before = status("VmRSS")
+size = lazy.read().nbytes
+print(size, status("VmHWM") - before)
+"""
+
+
+def test_a_vocabulary_of_several_ranks_is_read_in_the_memory_of_one(tmp_path: Path) -> None:
+    write_megatron(tiny_model(vocab_size=600_000, num_layers=1), tmp_path / "out", tensor=2)
+    words = [sys.executable, "-c", READ, str(tmp_path / "out")]
+    size, taken = map(int, subprocess.run(words, check=True, capture_output=True, text=True).stdout.split())
+    assert size > 50_000_000 and taken < 1.2 * size, (size, taken)
 
 
 # ---- files ----

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.checkpointing.slices import Box
 from megatron.conversion.megatron_lm.pickles import StandIn, StoredTensor, read_pickle, read_torch_file
 from megatron.conversion.portable import ConversionError, LazyTensor
 from tests.helpers.numerics import assert_bitwise
@@ -72,11 +73,36 @@ def test_tensors_of_every_type_and_form_come_back_bit_for_bit(tmp_path: Path) ->
         assert lazy.read().is_contiguous()
 
 
-def test_a_part_of_a_flat_tensor_is_read_alone(tmp_path: Path) -> None:
-    torch.save(torch.arange(100.0)[10:], tmp_path / "flat.pt")
-    flat = read_torch_file(tmp_path / "flat.pt")
-    assert isinstance(flat, StoredTensor)
-    assert_bitwise(flat.elements(5, (2, 3)).read(), torch.arange(15.0, 21.0).view(2, 3))
+def test_a_part_of_a_tensor_is_read_alone(tmp_path: Path) -> None:
+    whole = torch.arange(100.0)
+    state = {"flat": whole[10:], "matrix": whole.view(10, 10), "columns": whole.view(10, 10).t(), "slice": whole[::3]}
+    torch.save(state, tmp_path / "state.pt")
+    found = read_torch_file(tmp_path / "state.pt")
+    assert all(isinstance(tensor, StoredTensor) for tensor in found.values())
+    flat = found["flat"].part(Box(offset=(5,), shape=(6,))).viewed((2, 3))
+    assert_bitwise(flat.read(), torch.arange(15.0, 21.0).view(2, 3))
+    for name in ("matrix", "columns"):
+        for box in (
+            Box(offset=(2, 0), shape=(3, 10)),
+            Box(offset=(1, 4), shape=(9, 2)),
+            Box(offset=(4, 4), shape=(0, 1)),
+        ):
+            assert_bitwise(found[name].part(box).read(), state[name][box.index].contiguous(), f"{name} {box}")
+    assert_bitwise(found["slice"].part(Box(offset=(3,), shape=(4,))).read(), state["slice"][3:7].contiguous())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_a_tensor_is_read_into_a_place_of_any_form(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = [
+        torch.arange(12).to(dtype).view(3, 4),
+        torch.arange(12).to(dtype).view(4, 3).t(),
+        torch.ones((), dtype=dtype),
+    ]
+    torch.save(tensors, tmp_path / "state.pt")
+    for stored, tensor in zip(read_torch_file(tmp_path / "state.pt"), tensors):
+        for place in (torch.zeros(tensor.shape, dtype=dtype), torch.zeros(*tensor.shape, 2, dtype=dtype)[..., 1]):
+            stored.read_into(place)
+            assert_bitwise(place.contiguous(), tensor.contiguous())
 
 
 def test_plain_values_are_as_they_were_and_foreign_objects_say_what_they_were(tmp_path: Path) -> None:

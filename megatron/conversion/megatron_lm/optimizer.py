@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron.checkpointing.slices import Box
 from megatron.conversion.megatron_lm.arguments import training_flags
 from megatron.conversion.megatron_lm.contents import STATES
 from megatron.conversion.megatron_lm.flat_buffers import IN_BUFFERS, bucket_limit, flat_buckets
@@ -110,7 +112,8 @@ def states_in_buffers(
             before = 0
             for bucket in buckets:
                 for name, (first, shape) in bucket.places.items():
-                    tensors.setdefault(STATES[state], {})[name] = flat.elements(before + first, shape)
+                    box = Box(offset=(before + first,), shape=(math.prod(shape),))
+                    tensors.setdefault(STATES[state], {})[name] = flat.part(box).viewed(shape)
                 before += bucket.length
         chunks.append(tensors)
     return chunks

@@ -16,13 +16,14 @@ import pickletools
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor
 
+from megatron.checkpointing.slices import Box
 from megatron.conversion.portable import ConversionError, LazyTensor
 
 # What pickles of tensors, containers and records are made of. Left out are instructions that no such pickle has:
@@ -146,44 +147,51 @@ class _Storage(_Sealed):
     dtype: torch.dtype
     length: int
 
-    def read(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-        """The tensor of a shape and strides, counted in elements, at an offset; contiguous."""
-        if 0 in shape:
-            return torch.empty(shape, dtype=self.dtype)
-        span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
-        count = span * self.dtype.itemsize
-        data = bytearray(count)
+    def fill(self, numbers: Tensor, first: int) -> None:
+        """Read the numbers from one on into a contiguous tensor of their type, as many as it has."""
+        data = numbers.flatten().view(torch.uint8).numpy().data
         with self.path.open("rb") as file:
-            file.seek(self.start + offset * self.dtype.itemsize)
+            file.seek(self.start + first * self.dtype.itemsize)
             got = file.readinto(data)
-        if got != count:
+        if got != len(data):
             raise ConversionError(f"{self.path}: ends inside of a tensor; it has become shorter since it was opened")
-        return torch.frombuffer(data, dtype=self.dtype).as_strided(shape, strides).contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor(LazyTensor, _Sealed):
     """A tensor in a file: of a storage the elements from `first` on, in steps of `strides`."""
 
+    read: Callable[[], Tensor] = field(init=False, repr=False)
     storage: _Storage
     first: int
     strides: tuple[int, ...]
 
-    def elements(self, first: int, shape: tuple[int, ...]) -> LazyTensor:
-        """A part of a tensor of one dimension, as a tensor of a shape of its own."""
-        assert self.strides == (1,) and 0 <= first <= self.shape[0] - math.prod(shape), (self.shape, first, shape)
-        return _stored(self.storage, self.first + first, shape, contiguous_strides(shape))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "read", self._read)
 
+    def _read(self) -> Tensor:
+        span = 0 if 0 in self.shape else 1 + sum((size - 1) * step for size, step in zip(self.shape, self.strides))
+        numbers = torch.empty(span, dtype=self.dtype)
+        self.storage.fill(numbers, self.first)
+        return numbers.as_strided(self.shape, self.strides).contiguous()
 
-def _stored(storage: _Storage, first: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> StoredTensor:
-    return StoredTensor(
-        shape=shape,
-        dtype=storage.dtype,
-        read=lambda: storage.read(first, shape, strides),
-        storage=storage,
-        first=first,
-        strides=strides,
-    )
+    def read_into(self, place: Tensor) -> None:
+        """Read it into a tensor of its shape and type, without a second one in memory if both are in one row."""
+        if place.is_contiguous() and self.strides == contiguous_strides(self.shape):
+            self.storage.fill(place, self.first)
+        else:
+            place.copy_(self.read())
+
+    def part(self, box: Box) -> StoredTensor:
+        """The elements in a box of it."""
+        assert Box.whole(self.shape).contains(box), (self.shape, box)
+        first = self.first + sum(offset * step for offset, step in zip(box.offset, self.strides))
+        return replace(self, shape=box.shape, first=first)
+
+    def viewed(self, shape: tuple[int, ...]) -> StoredTensor:
+        """Elements in a row in another shape."""
+        assert self.strides == (1,) and self.shape == (math.prod(shape),), (self.shape, self.strides, shape)
+        return replace(self, shape=shape, strides=contiguous_strides(shape))
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -429,7 +437,7 @@ class _Unpickler(pickle.Unpickler):
         span = offset + 1 + sum((size - 1) * step for size, step in zip(sizes, steps)) if 0 not in sizes else offset
         if span > storage.length or math.prod(sizes) > storage.length:
             raise ConversionError(f"a tensor of shape {list(sizes)} lies past the end of its {storage.length} numbers")
-        return _stored(storage, offset, sizes, steps)
+        return StoredTensor(shape=sizes, dtype=storage.dtype, storage=storage, first=offset, strides=steps)
 
     def _typed_tensor(self, function: Any, _type: Any, arguments: Any, _state: Any) -> LazyTensor:
         """A tensor with attributes, which are dropped."""

@@ -17,6 +17,8 @@ from megatron.conversion.megatron_lm.torch_dist import has_torch_dist_layout, re
 from megatron.conversion.megatron_lm.torch_layout import has_torch_layout, read_torch_layout
 from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel
 
+_COMPARED = 2**20  # elements at a time
+
 
 def read_megatron(
     folder: Path, step: int | None = None, *, true_vocab_size: int | None = None, weights_only: bool = False
@@ -114,13 +116,21 @@ def _main_weight(main: LazyTensor, rounded: LazyTensor, what: str) -> LazyTensor
 
     def read() -> Tensor:
         value = main.read()
-        limits = torch.finfo(rounded.dtype)
-        error = (value - rounded.read().to(value.dtype)).abs()
-        if not bool((error <= limits.eps * value.abs() + limits.tiny).all()):
+        if main.shape != rounded.shape or not _is_rounding(rounded.read(), value):
             raise ConversionError(f"{what}: the weight that the optimizer keeps is not that of the model; {ADVICE}")
         return value
 
     return LazyTensor(shape=main.shape, dtype=main.dtype, read=read)
+
+
+def _is_rounding(rounded: Tensor, value: Tensor) -> bool:
+    """Whether one is the other in its own type. Some elements at a time: all at once would take several tensors."""
+    limits = torch.finfo(rounded.dtype)
+    parts = zip(torch.split(rounded.flatten(), _COMPARED), torch.split(value.flatten(), _COMPARED))
+    return all(
+        bool(((exact - near.to(exact.dtype)).abs() <= limits.eps * exact.abs() + limits.tiny).all())
+        for near, exact in parts
+    )
 
 
 def _trimmed(tensors: Mapping[str, LazyTensor], rows: int) -> Iterator[tuple[str, LazyTensor]]:

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megatron.checkpointing.slices import Box
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, layer_of, with_layer
+from megatron.conversion.megatron_lm.pickles import StoredTensor
 from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes, refuse_differences
 
 # A model chunk of one rank: by kind ("model", "optimizer.exp_avg", …) and then by name, with layers counted from 0.
@@ -38,21 +40,36 @@ def merged(name: str, parts: Sequence[LazyTensor], *, gated: bool) -> LazyTensor
     first, dim, size = parts[0], split_dimension(name), len(parts)
     if dim is None or size == 1:
         return first
-    if len(first.shape) <= dim or any((part.shape, part.dtype) != (first.shape, first.dtype) for part in parts):
+    blocks = 2 if gated and name.endswith(_GATED_ROWS) else 1
+    fits = len(first.shape) > dim and first.shape[dim] % blocks == 0
+    if not fits or any((part.shape, part.dtype) != (first.shape, first.dtype) for part in parts):
         shapes = ", ".join(f"{list(part.shape)} {part.dtype}" for part in parts)
         raise ConversionError(f"{name}: its parts on the tensor-parallel ranks do not fit each other: {shapes}")
-    blocks = 2 if gated and name.endswith(_GATED_ROWS) else 1
     shape = (*first.shape[:dim], first.shape[dim] * size, *first.shape[dim + 1 :])
 
     def read() -> Tensor:
         whole = torch.empty(shape, dtype=first.dtype)
         places = [block.chunk(size, dim) for block in whole.chunk(blocks, dim)]
         for rank, part in enumerate(parts):
-            for place, values in zip(places, part.read().chunk(blocks, dim)):
-                place[rank].copy_(values)
+            _read_blocks(part, [place[rank] for place in places], dim)
         return whole
 
     return LazyTensor(shape=shape, dtype=first.dtype, read=read)
+
+
+def _read_blocks(part: LazyTensor, places: Sequence[Tensor], dim: int) -> None:
+    """Read a tensor, block for block along a dimension, into the places of its blocks.
+
+    What is stored as it is goes straight there: of a large vocabulary there is no second copy beside the whole.
+    """
+    if not isinstance(part, StoredTensor):
+        for place, values in zip(places, part.read().chunk(len(places), dim)):
+            place.copy_(values)
+        return
+    for number, place in enumerate(places):
+        block = Box.whole(tuple(place.shape))
+        start = (*block.offset[:dim], number * place.shape[dim], *block.offset[dim + 1 :])
+        part.part(block.moved_by(start)).read_into(place)
 
 
 def cut(name: str, whole: Tensor, rank: int, size: int, *, gated: bool) -> Tensor:

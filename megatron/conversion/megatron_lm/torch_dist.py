@@ -28,7 +28,14 @@ from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, STATES, Megat
 from megatron.conversion.megatron_lm.flat_buffers import IN_BUFFERS, bucket_limit, flat_buckets
 from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, native_name
 from megatron.conversion.megatron_lm.optimizer import ADVICE, common_step, groups_of, training_state
-from megatron.conversion.megatron_lm.pickles import StandIn, errors_named, is_shape, read_pickle, read_torch_file
+from megatron.conversion.megatron_lm.pickles import (
+    StandIn,
+    StoredTensor,
+    errors_named,
+    is_shape,
+    read_pickle,
+    read_torch_file,
+)
 from megatron.conversion.megatron_lm.shards import ChunkTensors, assembled, cut_shape
 from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes
 
@@ -80,9 +87,10 @@ class _Stored:
             common = chunk.intersect(box)
             if common is not None:
                 values = place.read()
-                if not isinstance(values, LazyTensor) or (values.shape, values.dtype) != (chunk.shape, self.dtype):
+                if not isinstance(values, StoredTensor) or (values.shape, values.dtype) != (chunk.shape, self.dtype):
                     raise ConversionError(f"{place.path}: what is there of {self.key} is not the chunk {chunk} of it")
-                whole[common.seen_from(box.offset).index] = values.read()[common.seen_from(chunk.offset).index]
+                part = values.part(common.seen_from(chunk.offset))
+                part.read_into(whole[common.seen_from(box.offset).index])
         return whole
 
 
