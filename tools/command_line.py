@@ -1,15 +1,18 @@
-"""What every tool does with its command line: arguments, progress, and errors in one line."""
+"""What every tool does with its command line: arguments, progress, results, and errors in one line."""
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tqdm import tqdm
 
 from megatron.config.problems import UserError, unknown_flag
+from megatron.core.whole_file import whole_file
 from megatron.training.failures import exiting
 
 # No watching thread: the tools fork, and a thread that holds a lock at that moment would hang the child.
@@ -96,6 +99,21 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         say("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def shown(value: object) -> str:
+    """A value as a cell of a table; None is a dash."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write what a tool has found, over a file that is there."""
+    with whole_file(path) as file:
+        file.write((json.dumps(values, indent=1) + "\n").encode())
 
 
 def size_of(num_bytes: int) -> str:

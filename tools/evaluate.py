@@ -18,7 +18,6 @@ torchrun --nproc-per-node 2 tools/evaluate.py --load checkpoints --text book.txt
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -27,12 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from command_line import Parser, print_table, progress, run_tool
-from model_tools import UsedModel, add_model_flags, model_in_use, texts_of
+from command_line import Parser, at_least, print_table, progress, run_tool, shown, write_json
+from model_tools import UsedModel, add_model_flags, content_of, decoded, model_in_use, texts_of
 from text_tools import prepare_output
 
 from megatron.config.problems import UserError
-from megatron.core.whole_file import whole_file
 from megatron.data.indexed_dataset import IndexedDataset, bin_path
 from megatron.inference.perplexity import LastWord, Score, Tokens, WordScore, score_last_words, score_text
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -48,13 +46,13 @@ def main() -> None:
     parser.add_argument(
         "--stride", type=int, help="tokens from one window to the next (default: a whole one, so that none overlap)"
     )
-    parser.add_argument("--batch-size", type=int, default=4, help="windows or texts scored together (default 4)")
+    parser.add_argument(
+        "--batch-size", type=at_least(1), default=4, help="windows or texts scored together (default 4)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, too")
     options = parser.read()
     if options.text is None and options.data_path is None and options.last_word is None:
         raise UserError("nothing to evaluate: give --text FILE, --data-path PREFIX or --last-word FILE")
-    if options.batch_size < 1:
-        raise UserError(f"--batch-size ({options.batch_size}) must be at least 1")
     if options.json is not None:
         prepare_output(options.json, flag="--json")
     text = None if options.text is None else read_text_file(options.text)
@@ -82,17 +80,11 @@ def main() -> None:
                     if result["perplexity"] == inf:  # which JSON has not
                         result["perplexity"] = None
                 results_of = {"checkpoint": str(checkpoint.folder), "iteration": checkpoint.iteration, **results}
-                with whole_file(options.json) as file:
-                    file.write((json.dumps(results_of, indent=1) + "\n").encode())
+                write_json(options.json, results_of)
 
 
 def read_text_file(path: Path) -> str:
-    if not path.is_file():
-        raise UserError(f"--text {path}: {'is a folder' if path.is_dir() else 'no such file'}")
-    try:
-        text = path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"--text {path}: {error}; convert the file to UTF-8") from None
+    text = decoded(content_of(path, flag="--text"), path, flag="--text")
     if not text:
         raise UserError(f"--text {path}: is empty")
     return text
@@ -188,12 +180,6 @@ def report(results: Mapping[str, Mapping[str, Any]]) -> None:
     columns = dict.fromkeys(name for result in results.values() for name in result)
     names = [name.replace("_", " ") for name in columns]
     print_table([names, *([shown(result.get(name, "")) for name in columns] for result in results.values())])
-
-
-def shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 if __name__ == "__main__":

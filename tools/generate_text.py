@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from command_line import Parser, elapsed, progress, run_tool, say
-from model_tools import UsedModel, add_model_flags, lines_of, model_in_use, texts_of
+from command_line import Parser, at_least, elapsed, progress, run_tool, say
+from model_tools import UsedModel, add_model_flags, content_of, decoded, model_in_use, texts_of
 from torch import nn
 
 from megatron.config.problems import UserError, counted
@@ -63,17 +63,15 @@ def main() -> None:
     add_model_flags(parser)
     parser.add_argument("--prompt", action="append", help="text to continue (default: the start of a document)")
     parser.add_argument("--prompt-file", type=Path, help="file with one prompt a line, JSON where it ends in .jsonl")
-    parser.add_argument("--batch-size", type=int, default=16, help="prompts that are written together (default 16)")
-    parser.add_argument("--num-tokens", type=int, default=200, help="tokens to generate at most (default 200)")
+    parser.add_argument(
+        "--batch-size", type=at_least(1), default=16, help="prompts that are written together (default 16)"
+    )
+    parser.add_argument("--num-tokens", type=at_least(1), default=200, help="tokens to generate at most (default 200)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default 1.0)")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k most likely tokens only (default: all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the most likely tokens of this probability")
     parser.add_argument("--seed", type=int, default=1234, help="the same seed gives the same texts (default 1234)")
     options = parser.read()
-    if options.num_tokens < 1:
-        raise UserError(f"--num-tokens ({options.num_tokens}) must be at least 1")
-    if options.batch_size < 1:
-        raise UserError(f"--batch-size ({options.batch_size}) must be at least 1")
     if not 0 <= options.seed < 2**64:  # what torch's generator takes
         raise UserError(f"--seed ({options.seed}) must be at least 0 and less than 2^64")
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
@@ -110,11 +108,10 @@ def given_texts(options: argparse.Namespace) -> list[tuple[str, str]]:
         return texts or [("", "--prompt")]
     if path.suffix == ".jsonl":
         return texts + texts_of(path, flag="--prompt-file")
-    lines = [(line, f"{path}, line {number}") for number, line in enumerate(lines_of(path, flag="--prompt-file"), 1)]
-    try:
-        found = [(line.decode(), where) for line, where in lines if line.strip()]
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompt-file {path}: {error}; convert the file to UTF-8") from None
+    lines = enumerate(content_of(path, flag="--prompt-file").splitlines(), start=1)
+    found = [
+        (decoded(line, path, flag="--prompt-file"), f"{path}, line {number}") for number, line in lines if line.strip()
+    ]
     if not found:
         raise UserError(f"--prompt-file {path}: holds no prompt; it has one a line")
     return texts + found

@@ -13,7 +13,6 @@ With --compare the exit status is 1 unless both hold the same tensors, byte for 
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command_line import Parser, print_table, progress, run_tool, say
+from command_line import Parser, print_table, progress, run_tool, say, shown, write_json
 from text_tools import prepare_output
 from torch import Tensor
 
@@ -32,7 +31,6 @@ from megatron.config.megatron_config import all_options, difference
 from megatron.config.options import Option, shown_value
 from megatron.config.problems import counted, listing
 from megatron.core.comm_group import CommGroup
-from megatron.core.whole_file import whole_file
 
 # Elements that are looked at together: as float64, some 30 MB.
 _AT_ONCE = 2**22
@@ -168,8 +166,7 @@ def main() -> None:
         other = load_checkpoint(options.compare, step=options.compare_step, world=CommGroup.single("world"))
         same, found = compare(checkpoint, other, by_layer=not options.all)
     if options.json is not None:
-        with whole_file(options.json) as file:
-            file.write((json.dumps(found, indent=1) + "\n").encode())
+        write_json(options.json, found)
     if not same:
         sys.exit(1)
 
@@ -360,14 +357,6 @@ def dtype_of(dtype: torch.dtype) -> str:
 
 def bytes_of(checkpoint: Checkpoint, keys: Iterator[str] | Sequence[str] | Mapping[str, Any]) -> int:
     return sum(prod(checkpoint.tensors[key].shape) * checkpoint.tensors[key].dtype.itemsize for key in keys)
-
-
-def shown(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def texts_of(path: Path, *, flag: str) -> list[tuple[str, str]]:
         UserError: a line is no JSON object with a text under "text", or there is none.
     """
     found = []
-    for number, line in enumerate(lines_of(path, flag=flag), start=1):
+    for number, line in enumerate(content_of(path, flag=flag).splitlines(), start=1):
         if line.strip():
             where = f"{path}, line {number}"
             found.append((text_of(read_text(line, where), "text", where), where))
@@ -106,8 +106,20 @@ def texts_of(path: Path, *, flag: str) -> list[tuple[str, str]]:
     return found
 
 
-def lines_of(path: Path, *, flag: str) -> list[bytes]:
+def content_of(path: Path, *, flag: str) -> bytes:
     """Raises UserError: there is no such file."""
     if not path.is_file():
         raise UserError(f"{flag} {path}: {'is a folder' if path.is_dir() else 'no such file'}")
-    return path.read_bytes().splitlines()
+    return path.read_bytes()
+
+
+def decoded(data: bytes, path: Path, *, flag: str) -> str:
+    """The text of a file, or of a line of it.
+
+    Raises:
+        UserError: it is not in UTF-8.
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{flag} {path}: {error}; convert the file to UTF-8") from None

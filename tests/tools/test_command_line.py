@@ -61,7 +61,7 @@ def test_a_flag_like_no_other_is_sent_to_the_help() -> None:
 
 def test_what_looks_like_a_flag_inside_a_value_is_none() -> None:
     words = ["--load", "x", "--prompt", "--no flag", "--prompt=--none", "--num-tokens", "0"]
-    assert "--num-tokens (0) must be at least 1" in one_line("generate_text", *words)
+    assert "--num-tokens: must be at least 1, not 0" in one_line("generate_text", *words)
 
 
 @pytest.mark.parametrize("value", ["x", "1.5"])

@@ -179,7 +179,7 @@ def test_tokens_of_another_tokenizer_are_refused(folder: Path, tmp_path: Path) -
     ("arguments", "complaint"),
     [
         ([], "nothing to evaluate: give --text FILE, --data-path PREFIX or --last-word FILE"),
-        (["--text", "x", "--batch-size", "0"], "--batch-size (0) must be at least 1"),
+        (["--text", "x", "--batch-size", "0"], "--batch-size: must be at least 1, not 0"),
         (["--text", "README.md", "--stride", "25"], "--stride (25) must be at least 1 and at most 24"),
         (["--text", "README.md", "--stride", "0"], "--stride (0) must be at least 1"),
     ],

@@ -262,9 +262,9 @@ def test_the_smallest_temperature_takes_the_most_likely_token(trained_folder: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-tokens", "0"], "--num-tokens (0) must be at least 1"),
-        (["--batch-size", "0"], "--batch-size (0) must be at least 1"),
-        (["--num-tokens", "-3"], "--num-tokens (-3) must be at least 1"),
+        (["--num-tokens", "0"], "--num-tokens: must be at least 1, not 0"),
+        (["--batch-size", "0"], "--batch-size: must be at least 1, not 0"),
+        (["--num-tokens", "-3"], "--num-tokens: must be at least 1, not -3"),
         (["--temperature", "-1"], "--temperature (-1.0) must be 0 or more"),
         (["--temperature", "nan"], "--temperature (nan) must be 0 or more"),
         (["--seed", "99999999999999999999"], "--seed (99999999999999999999) must be at least 0 and less than 2^64"),
