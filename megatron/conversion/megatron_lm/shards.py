@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.checkpointing.slices import Box
 from megatron.config.transformer import TransformerConfig
-from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, layer_of, with_layer
+from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, layer_of, with_layer
 from megatron.conversion.megatron_lm.pickles import StoredTensor
 from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes, refuse_differences
 
@@ -119,6 +120,35 @@ def assembled(
         layers = [layer_of(name) for tensors in ranks[0].values() for name in tensors]
         before += max((layer + 1 for layer in layers if layer is not None), default=0)
     return whole
+
+
+def model_chunks(
+    config: TransformerConfig, names: Iterable[str], *, pipeline: int, virtual: int, transformer_impl: str
+) -> dict[tuple[int, int], dict[str, str]]:
+    """The parameters of each model chunk, by (chunk, stage): by the name with layers counted from 0, our own name.
+
+    They are in the order of their registration, and the stages have the same number of layers.
+
+    Args:
+        names: our names of all parameters.
+    """
+    layers = config.num_layers // (pipeline * virtual)
+    chunks = {}
+    for number, stage in itertools.product(range(virtual), range(pipeline)):
+        here = chunk_names(
+            names,
+            layers,
+            first=(number, stage) == (0, 0),
+            last=(number, stage) == (virtual - 1, pipeline - 1),
+            tied=config.tied_embeddings,
+            transformer_impl=transformer_impl,
+        )
+        before = (number * pipeline + stage) * layers
+        ours = {name: with_layer(name, before) for name in here}
+        if config.tied_embeddings and OUTPUT in ours:
+            ours[OUTPUT] = EMBEDDING
+        chunks[number, stage] = ours
+    return chunks
 
 
 def check_tensors(tensors: Mapping[str, LazyTensor], config: TransformerConfig, vocab_size: int, source: str) -> None:

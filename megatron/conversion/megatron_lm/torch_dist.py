@@ -26,7 +26,7 @@ from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.arguments import read_config
 from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, STATES, MegatronContents
 from megatron.conversion.megatron_lm.flat_buffers import IN_BUFFERS, bucket_limit, flat_buckets
-from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, native_name
+from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, native_name
 from megatron.conversion.megatron_lm.optimizer import ADVICE, common_step, groups_of, training_state
 from megatron.conversion.megatron_lm.pickles import (
     StandIn,
@@ -36,7 +36,7 @@ from megatron.conversion.megatron_lm.pickles import (
     read_pickle,
     read_torch_file,
 )
-from megatron.conversion.megatron_lm.shards import ChunkTensors, assembled, cut_shape
+from megatron.conversion.megatron_lm.shards import ChunkTensors, assembled, cut_shape, model_chunks
 from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes
 
 _MARKER = "metadata.json"
@@ -275,36 +275,27 @@ def _from_buffers(
     if uneven or any(arguments.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")):
         raise ConversionError(f"its stages have different numbers of layers, and so its buffers; {ADVICE}")
     shapes = global_shapes(config, vocab_size)
-    with_copy = {OUTPUT: shapes[EMBEDDING], **shapes}
-    layers = config.num_layers // (pipeline * virtual)
+    impl = str(arguments.get("transformer_impl"))
+    named = model_chunks(config, shapes, pipeline=pipeline, virtual=virtual, transformer_impl=impl)
     chunks: dict[tuple[int, int], list[ChunkTensors]] = {}
-    for number in range(virtual):
-        for stage in range(pipeline):
-            names = chunk_names(
-                shapes,
-                layers,
-                first=(number, stage) == (0, 0),
-                last=(number, stage) == (virtual - 1, pipeline - 1),
-                tied=config.tied_embeddings,
-                transformer_impl=str(arguments.get("transformer_impl")),
-            )
-            buckets = flat_buckets(
-                {name: cut_shape(name, with_copy[name], tensor) for name in names},
-                limit=bucket_limit(arguments, number),
-                shared_embedding=pipeline > 1 and config.tied_embeddings,
-            )
-            for rank in range(tensor):
-                states: dict[str, dict[str, LazyTensor]] = {}
-                for which, bucket in enumerate(buckets):
-                    for state in IN_BUFFERS:
-                        flat = by_place.get((stage * tensor + rank, number, which, state))
-                        if flat is None or flat.shape[0] < bucket.length:
-                            raise ConversionError(
-                                f"bucket {which} of model chunk {number} on stage {stage} should hold "
-                                f"{bucket.length} elements of {state}, and does not; {ADVICE}"
-                            )
-                        for name, (start, shape) in bucket.places.items():
-                            box = Box(offset=(start,), shape=(math.prod(shape),))
-                            states.setdefault(STATES[state], {})[name] = flat.part(box, shape)
-                chunks.setdefault((number, stage), []).append(states)
+    for (number, stage), names in named.items():
+        buckets = flat_buckets(
+            {name: cut_shape(name, shapes[ours], tensor) for name, ours in names.items()},
+            limit=bucket_limit(arguments, number),
+            shared_embedding=pipeline > 1 and config.tied_embeddings,
+        )
+        for rank in range(tensor):
+            states: dict[str, dict[str, LazyTensor]] = {}
+            for which, bucket in enumerate(buckets):
+                for state in IN_BUFFERS:
+                    flat = by_place.get((stage * tensor + rank, number, which, state))
+                    if flat is None or flat.shape[0] < bucket.length:
+                        raise ConversionError(
+                            f"bucket {which} of model chunk {number} on stage {stage} should hold "
+                            f"{bucket.length} elements of {state}, and does not; {ADVICE}"
+                        )
+                    for name, (start, shape) in bucket.places.items():
+                        box = Box(offset=(start,), shape=(math.prod(shape),))
+                        states.setdefault(STATES[state], {})[name] = flat.part(box, shape)
+            chunks.setdefault((number, stage), []).append(states)
     return assembled(chunks, config)

@@ -18,8 +18,8 @@ from megatron.config.tokenizer import padded_vocab_size
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.arguments import write_arguments
 from megatron.conversion.megatron_lm.contents import RANK_FILE, RELEASE, TRACKER, rank_folder
-from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, core_name, with_layer
-from megatron.conversion.megatron_lm.shards import cut, cut_shape, split_dimension
+from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, core_name
+from megatron.conversion.megatron_lm.shards import cut, cut_shape, model_chunks, split_dimension
 from megatron.conversion.megatron_lm.torch_files import TensorToCome, TorchWriter
 from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel, global_shapes
 from megatron.conversion.whole_folder import whole_folder
@@ -65,11 +65,17 @@ def write_megatron(
         divisible_by=make_vocab_size_divisible_by,
         transformer_impl=transformer_impl,
     )
+    named = model_chunks(
+        config, global_shapes(config, 1), pipeline=pipeline, virtual=virtual, transformer_impl=transformer_impl
+    )
     with whole_folder(folder) as unfinished:
         for stage in range(pipeline):
             chunks = [
-                {name: _padded(name, model.tensors[key], padded) for name, key in chunk.items()}
-                for chunk in _stage_names(config, stage, pipeline=pipeline, virtual=virtual, impl=transformer_impl)
+                {
+                    name: _padded(name, model.tensors[f"model.{ours}"], padded)
+                    for name, ours in named[number, stage].items()
+                }
+                for number in range(virtual)
             ]
             state = {
                 "args": arguments,
@@ -119,30 +125,6 @@ def _check_sizes(config: TransformerConfig, *, tensor: int, pipeline: int, virtu
         raise ConversionError(
             f"{virtual} chunks a stage: Megatron-LM has them from --pipeline-model-parallel-size 2 on"
         )
-
-
-def _stage_names(
-    config: TransformerConfig, stage: int, *, pipeline: int, virtual: int, impl: str
-) -> list[dict[str, str]]:
-    """Of each chunk of a stage the tensors: by the name with layers counted from 0, the key in the model."""
-    every = global_shapes(config, 1)
-    layers = config.num_layers // (pipeline * virtual)
-    chunks = []
-    for number in range(virtual):
-        names = chunk_names(
-            every,
-            layers,
-            first=(number, stage) == (0, 0),
-            last=(number, stage) == (virtual - 1, pipeline - 1),
-            tied=config.tied_embeddings,
-            transformer_impl=impl,
-        )
-        before = (number * pipeline + stage) * layers
-        ours = {name: with_layer(name, before) for name in names}
-        if config.tied_embeddings and OUTPUT in ours:
-            ours[OUTPUT] = EMBEDDING
-        chunks.append({name: f"model.{own}" for name, own in ours.items()})
-    return chunks
 
 
 def _padded(name: str, lazy: LazyTensor, rows: int) -> LazyTensor:
