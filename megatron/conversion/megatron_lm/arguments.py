@@ -10,6 +10,7 @@ from megatron.config.megatron_config import all_options
 from megatron.config.megatron_flags import known_flag
 from megatron.config.options import Option, flag_name, section_options
 from megatron.config.transformer import TransformerConfig
+from megatron.conversion.megatron_lm.pickles import StandIn
 from megatron.conversion.portable import ConversionError, PortableModel
 
 # What changes the model and is not available here, with the values that ask for nothing.
@@ -51,6 +52,18 @@ _PLAIN = (
 # Stands for a value that a field can not have.
 _MISFIT = object()
 _TRAINING_SECTIONS = ("optimizer", "training", "data", "tokenizer")
+
+
+def arguments_of(content: Any) -> dict[str, Any]:
+    """Megatron-LM's arguments, by name, in what it has saved.
+
+    Raises:
+        ConversionError: there are none.
+    """
+    arguments = content.get("args") if isinstance(content, Mapping) else None
+    if not isinstance(arguments, StandIn) or not arguments.fields:
+        raise ConversionError("holds no arguments (args), which say what the model is")
+    return dict(arguments.fields)
 
 
 def read_config(arguments: Mapping[str, Any]) -> TransformerConfig:

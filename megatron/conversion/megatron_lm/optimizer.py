@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.checkpointing.slices import Box
@@ -20,21 +21,49 @@ _SCHEDULE = {"warmup_steps": "lr_warmup_steps", "decay_steps": "lr_decay_steps",
 ADVICE = "--weights-only leaves the optimizer out"
 
 
-def groups_of(optimizer: Any) -> list[Mapping[str, Any]]:
-    """The parameter groups of a saved optimizer.
+@dataclass(frozen=True, kw_only=True)
+class SavedOptimizer:
+    """What an optimizer has saved, its own state or that of torch's optimizer in it.
 
-    Raises:
-        ConversionError: it is of a form that is not known here.
+    Attributes:
+        groups: of parameters.
+        states: what is kept of each parameter, by its number, where it is kept so.
+        main: main weights, a list for each group, where they are apart from the model's.
+        scaler: state of the loss scale, where it moves.
     """
-    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, Mapping) else None
-    groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
-    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
-        raise ConversionError(f"the state of its optimizer has a form that is not known here; {ADVICE}")
-    return groups
+
+    groups: Sequence[Mapping[str, Any]]
+    states: Mapping[Any, Any]
+    main: Sequence[Sequence[Any]]
+    scaler: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, value: Any) -> SavedOptimizer:
+        """
+        Raises:
+            ConversionError: it is of a form that is not known here.
+        """
+        inner = value.get("optimizer", value) if isinstance(value, Mapping) else value
+        groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
+        if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+            raise ConversionError(f"the state of its optimizer has a form that is not known here; {ADVICE}")
+        return cls(
+            groups=groups,
+            states=inner.get("state", {}),
+            main=value.get("fp32_from_fp16_params", []),
+            scaler=value.get("grad_scaler"),
+        )
+
+    @property
+    def updates(self) -> int:
+        """Updates done: kept once for a group, or for each parameter, which are all the same; 0 where none is."""
+        kept = [group["step"] for group in self.groups if "step" in group]
+        kept += [state["step"] for state in self.states.values() if isinstance(state, Mapping) and "step" in state]
+        return int(_as_number(kept[0] if kept else self.states.get("common_step", 0)))
 
 
 def states_by_parameter(
-    optimizer: Any, models: Sequence[Mapping[str, LazyTensor]]
+    optimizer: SavedOptimizer, models: Sequence[Mapping[str, LazyTensor]]
 ) -> list[dict[str, dict[str, LazyTensor]]]:
     """Moments and main weights of a rank without the distributed optimizer, by kind and name, for each model chunk.
 
@@ -47,16 +76,13 @@ def states_by_parameter(
     Raises:
         ConversionError: the states are not those of these weights.
     """
-    groups = groups_of(optimizer)
-    state = optimizer.get("optimizer", optimizer).get("state", {})
-    main = optimizer.get("fp32_from_fp16_params", [])
     parameters = [(chunk, name, tensor.shape) for chunk, model in enumerate(models) for name, tensor in model.items()]
     chunks: list[dict[str, dict[str, LazyTensor]]] = [{} for _ in models]
-    for number, group in enumerate(groups):
-        entries = [dict(_kinds(state.get(index, {}))) for index in group.get("params", [])]
-        if number < len(main):
-            weights = [weight for weight in main[number] if isinstance(weight, LazyTensor)]
-            if not len(weights) == len(main[number]) == len(entries):
+    for number, group in enumerate(optimizer.groups):
+        entries = [dict(_kinds(optimizer.states.get(index, {}))) for index in group.get("params", [])]
+        if number < len(optimizer.main):
+            weights = [weight for weight in optimizer.main[number] if isinstance(weight, LazyTensor)]
+            if not len(weights) == len(optimizer.main[number]) == len(entries):
                 raise ConversionError(f"group {number} of the optimizer has not a main weight for each state")
             for entry, weight in zip(entries, weights):
                 entry["main"] = weight
@@ -120,31 +146,26 @@ def states_in_buffers(
 
 
 def training_state(
-    *,
-    arguments: Mapping[str, Any],
-    iteration: int,
-    scaler: Mapping[str, Any] | None,
-    scheduler: Mapping[str, Any],
-    step: Any,
+    content: Mapping[str, Any], arguments: Mapping[str, Any], optimizer: SavedOptimizer
 ) -> TrainingState:
     """What else a training that goes on needs.
 
     Args:
-        scaler: state of the loss scale, where it moves.
-        step: updates done, as the optimizer keeps them.
+        content: what a rank has saved beside tensors: the iteration and the schedule, by the names of any version.
     """
     rule = arguments.get("optimizer", "adam")
     if rule not in _RULES:
         raise ConversionError(f"--optimizer {rule}: its state is not known here; {ADVICE}")
     names = _RULES[rule] if rule != "sgd" or arguments.get("sgd_momentum", 0.9) else []
+    schedule, scaler = content.get("opt_param_scheduler", content.get("lr_scheduler", {})), optimizer.scaler
     return TrainingState(
-        iteration=iteration,
+        iteration=int(content.get("iteration", content.get("total_iters", 0))),
         consumed_samples=int(arguments.get("consumed_train_samples") or 0),
-        scheduler={_SCHEDULE.get(name, name): value for name, value in scheduler.items()},
+        scheduler={_SCHEDULE.get(name, name): value for name, value in schedule.items()},
         optimizer={
             "rule": rule,
             "state_names": names,
-            "num_updates": int(_as_number(step)),
+            "num_updates": optimizer.updates,
             "grad_scaler": {
                 "scale": _as_number(scaler["scale"]),
                 "growth_tracker": int(_as_number(scaler["growth_tracker"])),
@@ -160,10 +181,3 @@ def training_state(
 def _as_number(value: Any) -> float:
     """A number that may be kept as a tensor of one element."""
     return float(value.read().reshape(()).item()) if isinstance(value, LazyTensor) else float(value)
-
-
-def common_step(groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any]) -> Any:
-    """Updates done: one number for a group, or one for each parameter, which are all the same; 0 where none is."""
-    kept = [group["step"] for group in groups if "step" in group]
-    kept += [state["step"] for state in states.values() if isinstance(state, Mapping) and "step" in state]
-    return kept[0] if kept else states.get("common_step", 0)

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from megatron.checkpointing.slices import Box, tiling_fault
 from megatron.config.transformer import TransformerConfig
-from megatron.conversion.megatron_lm.arguments import read_config
+from megatron.conversion.megatron_lm.arguments import arguments_of, read_config
 from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, STATES, MegatronContents
 from megatron.conversion.megatron_lm.flat_buffers import IN_BUFFERS, bucket_limit, flat_buckets
 from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, native_name
-from megatron.conversion.megatron_lm.optimizer import ADVICE, common_step, groups_of, training_state
+from megatron.conversion.megatron_lm.optimizer import ADVICE, SavedOptimizer, training_state
 from megatron.conversion.megatron_lm.pickles import (
     StandIn,
     StoredTensor,
@@ -104,31 +104,21 @@ def read_torch_dist_layout(folder: Path, *, weights_only: bool) -> MegatronConte
     with errors_named(folder / _INDEX, NOT_THE_FORM):
         tensors, objects = _read_index(folder)
     common = _common_state(folder, objects)
-    arguments = common.get("args")
-    if not isinstance(arguments, StandIn) or not arguments.fields:
-        raise ConversionError("holds no arguments (args), which say what the model is")
-    config = read_config(arguments.fields)
+    arguments = arguments_of(common)
+    config = read_config(arguments)
     with_training = "optimizer" in common and not weights_only
     whole = dict(_whole_tensors(tensors, config, with_training=with_training))
     training = None
     if with_training:
         optimizer = common["optimizer"]
-        scaler = optimizer.get("grad_scaler")
         buffers = {key: tensor for key, tensor in tensors.items() if key.startswith("optimizer.distributed.")}
         if buffers:
-            whole |= _from_buffers(buffers, config, arguments.fields, tensors[EMBEDDING].shape[0])
-            optimizer = _first_object(objects, f"{_DISTRIBUTED}optimizer/")
+            whole |= _from_buffers(buffers, config, arguments, tensors[EMBEDDING].shape[0])
+            optimizer = {**optimizer, "optimizer": _first_object(objects, f"{_DISTRIBUTED}optimizer/")}
             if any(key.startswith(f"{_DISTRIBUTED}grad_scaler/") for key in objects):
-                scaler = _first_object(objects, f"{_DISTRIBUTED}grad_scaler/")
-        groups = groups_of(optimizer)
-        training = training_state(
-            arguments=arguments.fields,
-            iteration=int(common.get("iteration", 0)),
-            scaler=scaler,
-            scheduler=common.get("opt_param_scheduler", {}),
-            step=common_step(groups, optimizer.get("optimizer", optimizer).get("state", {})),
-        )
-    return MegatronContents(config=config, arguments=arguments.fields, tensors=whole, training=training)
+                optimizer["grad_scaler"] = _first_object(objects, f"{_DISTRIBUTED}grad_scaler/")
+        training = training_state(common, arguments, SavedOptimizer.of(optimizer))
+    return MegatronContents(config=config, arguments=arguments, tensors=whole, training=training)
 
 
 def _check_marker(folder: Path) -> None:
@@ -201,13 +191,10 @@ def _stored(key: str, fields: Mapping[str, Any], places: Mapping[tuple[str, tupl
     return _Stored(key=key, shape=shape, dtype=dtypes[0], chunks=tuple(chunks))
 
 
-def _common_state(folder: Path, objects: Mapping[str, _Place]) -> Mapping[str, Any]:
+def _common_state(folder: Path, objects: Mapping[str, _Place]) -> Any:
     """What is no tensor and all ranks have alike."""
     path = folder / _COMMON
-    common = read_torch_file(path) if path.is_file() else _first_object(objects, "common_state/")
-    if not isinstance(common, Mapping):
-        raise ConversionError("what all ranks have alike (common_state) is no dictionary")
-    return common
+    return read_torch_file(path) if path.is_file() else _first_object(objects, "common_state/")
 
 
 def _first_object(objects: Mapping[str, _Place], prefix: str) -> Any:

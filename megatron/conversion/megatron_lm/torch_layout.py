@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.config.transformer import TransformerConfig
-from megatron.conversion.megatron_lm.arguments import read_config
+from megatron.conversion.megatron_lm.arguments import arguments_of, read_config
 from megatron.conversion.megatron_lm.contents import (
     BUFFERS_FILE,
     NOT_THE_FORM,
@@ -26,13 +26,12 @@ from megatron.conversion.megatron_lm.contents import (
 )
 from megatron.conversion.megatron_lm.names import flat_names, native_name
 from megatron.conversion.megatron_lm.optimizer import (
-    common_step,
-    groups_of,
+    SavedOptimizer,
     states_by_parameter,
     states_in_buffers,
     training_state,
 )
-from megatron.conversion.megatron_lm.pickles import StandIn, errors_named, read_torch_file
+from megatron.conversion.megatron_lm.pickles import errors_named, read_torch_file
 from megatron.conversion.megatron_lm.shards import ChunkTensors, assembled
 from megatron.conversion.portable import ConversionError, LazyTensor
 
@@ -70,17 +69,9 @@ def read_torch_layout(folder: Path, *, weights_only: bool) -> MegatronContents:
             with errors_named(rank.path, NOT_THE_FORM):
                 for number, chunk in enumerate(_rank_chunks(rank, config, with_training=with_training)):
                     chunks.setdefault((number, stage), []).append(chunk)
-    iteration = int(first.content.get("iteration", first.content.get("total_iters", 0)))
     training = None
     if with_training:
-        optimizer = first.content["optimizer"]
-        training = training_state(
-            arguments=first.arguments,
-            iteration=iteration,
-            scaler=optimizer.get("grad_scaler"),
-            scheduler=first.content.get("opt_param_scheduler", first.content.get("lr_scheduler", {})),
-            step=common_step(groups_of(optimizer), optimizer.get("optimizer", optimizer).get("state", {})),
-        )
+        training = training_state(first.content, first.arguments, SavedOptimizer.of(first.content["optimizer"]))
     return MegatronContents(
         config=config, arguments=first.arguments, tensors=assembled(chunks, config), training=training
     )
@@ -116,10 +107,8 @@ def _read_rank(path: Path) -> _RankFile:
     if not path.is_file():
         raise ConversionError(f"{path} is missing, which a folder of a rank holds")
     content = read_torch_file(path)
-    arguments = content.get("args") if isinstance(content, Mapping) else None
-    if not isinstance(arguments, StandIn) or not arguments.fields:
-        raise ConversionError(f"{path}: holds no arguments (args), which say what the model is")
-    fields = dict(arguments.fields)
+    with errors_named(path, NOT_THE_FORM):
+        fields = arguments_of(content)
     fields.setdefault("tensor_model_parallel_size", fields.get("model_parallel_size", 1))
     return _RankFile(path=path, content=content, arguments=fields)
 
@@ -188,7 +177,7 @@ def _states(rank: _RankFile, models: list[dict[str, LazyTensor]]) -> list[ChunkT
     if "optimizer" not in rank.content:
         raise ConversionError("has no state of the optimizer, which other ranks have")
     if not rank.arguments.get("use_distributed_optimizer"):
-        return list(states_by_parameter(rank.content["optimizer"], models))
+        return list(states_by_parameter(SavedOptimizer.of(rank.content["optimizer"]), models))
     path = rank.path.with_name(BUFFERS_FILE)
     if not path.is_file():
         raise ConversionError(f"{path} is missing, which holds the state of the distributed optimizer")
