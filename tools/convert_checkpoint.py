@@ -28,7 +28,7 @@ from megatron.config.problems import UserError
 from megatron.conversion.families import FAMILIES
 from megatron.conversion.forms import FORMS
 from megatron.conversion.megatron_lm.writer import IMPLEMENTATIONS
-from megatron.conversion.portable import LazyTensor, PortableModel, cast
+from megatron.conversion.portable import LazyTensor, PortableModel, in_dtype
 from megatron.conversion.self_check import Side, bound_of, fixed_tokens, self_check
 from megatron.conversion.whole_folder import refuse_existing
 from megatron.core.allocator import give_freed_memory_back
@@ -144,7 +144,7 @@ def main() -> None:
     with progress(total, "converting", unit="B") as bar:
         wanted = watched(model, bar)
         if "dtype" in options:
-            wanted = cast(wanted, DTYPES[options.dtype])
+            wanted = in_dtype(wanted, DTYPES[options.dtype])
         writer.write(wanted, options.output, **to_write)
     say(f"{options.output}: {size_of(total)} converted in {elapsed(started)}")
     if options.no_self_check:

@@ -84,7 +84,7 @@ class PortableModel:
     training: TrainingState | None = field(default=None)
 
 
-def cast(model: PortableModel, dtype: torch.dtype) -> PortableModel:
+def in_dtype(model: PortableModel, dtype: torch.dtype) -> PortableModel:
     """The model with its weights in a dtype, rounded as a training rounds those that it computes with.
 
     Raises:
@@ -94,10 +94,10 @@ def cast(model: PortableModel, dtype: torch.dtype) -> PortableModel:
         raise ConversionError(
             "--dtype would round the weights that a training goes on from; --weights-only leaves it out"
         )
-    return replace(model, tensors={key: _cast(lazy, dtype) for key, lazy in model.tensors.items()})
+    return replace(model, tensors={key: _in_dtype(lazy, dtype) for key, lazy in model.tensors.items()})
 
 
-def _cast(lazy: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+def _in_dtype(lazy: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     def read() -> Tensor:
         values = lazy.read()
         if values.dtype not in (torch.float32, torch.float64):

@@ -16,6 +16,12 @@ from megatron.config.transformer import TransformerConfig
 from megatron.conversion.portable import ConversionError
 
 _REQUIRED: Any = object()
+# Of the rotary positions of Llama 3.1, what `--use-rope-scaling` scales with.
+_LLAMA3: Mapping[str, Any] = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 class ConfigJson:
@@ -222,13 +228,6 @@ def rotary() -> Setting:
         }
 
     return _of_model(read, write)
-
-
-_LLAMA3: Mapping[str, Any] = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def _window(given: ConfigJson, size: int | None) -> Mapping[str, Any]:

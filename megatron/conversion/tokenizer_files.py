@@ -28,9 +28,9 @@ def files_of(config: TokenizerConfig) -> dict[str, Path]:
     """The files of a training's tokenizer, and what lies beside them of one, by the names of Hugging Face."""
     named = {_VOCABULARY: config.vocab_file, _MERGES: config.merge_file}
     if config.tokenizer_model is not None:
-        folder = Path(config.tokenizer_model).is_dir()
+        model = Path(config.tokenizer_model)
         name = _TOKENIZERS if config.tokenizer_type == "HuggingFaceTokenizer" else _SENTENCEPIECE
-        named[name] = str(Path(config.tokenizer_model) / name) if folder else config.tokenizer_model
+        named[name] = str(model / name) if model.is_dir() else str(model)
     found = {name: Path(path) for name, path in named.items() if path is not None and Path(path).is_file()}
     beside = [folder / name for folder in {path.parent for path in found.values()} for name in _BESIDE]
     return found | {path.name: path for path in beside if path.is_file()}

@@ -14,7 +14,7 @@ from megatron.conversion.forms import FORMS
 from megatron.conversion.hugging_face import read_hugging_face
 from megatron.conversion.megatron_lm.reader import read_megatron
 from megatron.conversion.native import read_native, write_native
-from megatron.conversion.portable import cast
+from megatron.conversion.portable import in_dtype
 from megatron.conversion.self_check import (
     SAME_WEIGHTS,
     Side,
@@ -74,9 +74,9 @@ def test_a_model_that_computes_something_else_is_found_out(tmp_path: Path) -> No
 
 def test_weights_that_were_rounded_may_differ_by_that(tmp_path: Path) -> None:
     model = read_hugging_face(save(made("llama 2"), tmp_path / "theirs"))
-    assert bound_of(model, model) == bound_of(model, cast(model, torch.float64)) == SAME_WEIGHTS
-    assert bound_of(model, cast(model, torch.bfloat16)) == 16 * 2**-7
-    assert bound_of(model, cast(model, torch.float16)) == 16 * 2**-10
+    assert bound_of(model, model) == bound_of(model, in_dtype(model, torch.float64)) == SAME_WEIGHTS
+    assert bound_of(model, in_dtype(model, torch.bfloat16)) == 16 * 2**-7
+    assert bound_of(model, in_dtype(model, torch.float16)) == 16 * 2**-10
 
 
 def test_logits_layer_by_layer_are_those_of_the_whole_model(tmp_path: Path) -> None:
