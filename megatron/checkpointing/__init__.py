@@ -18,7 +18,7 @@ and needs no DTensor.
 """
 
 from megatron.checkpointing.async_save import AsyncSaver, Written
-from megatron.checkpointing.errors import CheckpointError, NoCheckpointError
+from megatron.checkpointing.errors import CheckpointBelowError, CheckpointError, NoCheckpointError
 from megatron.checkpointing.load import (
     Checkpoint,
     LoadSummary,
@@ -34,6 +34,7 @@ from megatron.checkpointing.storage import LazySlice
 __all__ = [
     "AsyncSaver",
     "Checkpoint",
+    "CheckpointBelowError",
     "CheckpointError",
     "LazySlice",
     "LoadSummary",

@@ -11,3 +11,7 @@ class CheckpointError(UserError):
 
 class NoCheckpointError(CheckpointError):
     """The folder holds no checkpoint at all: the one case in which a run may start from nothing."""
+
+
+class CheckpointBelowError(NoCheckpointError):
+    """The folder holds none, but a folder in it does, which the text names: that one may be meant."""

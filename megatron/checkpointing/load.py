@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import storage
-from megatron.checkpointing.errors import CheckpointError, NoCheckpointError
+from megatron.checkpointing.errors import CheckpointBelowError, CheckpointError, NoCheckpointError
 from megatron.checkpointing.index import Index, StoredTensor, check_cover, check_version, parse_index, parse_json
 from megatron.checkpointing.model_tensors import is_weight, weight_key
 from megatron.checkpointing.resharding import Transfer, misfit, transfers
@@ -30,6 +30,8 @@ from megatron.core.kernels.float_halves import Halves, Numbers, narrow_
 from megatron.core.shard import NamedTensor
 
 _ITERATION = re.compile(r"[0-9]{1,18}")
+# What Megatron-LM writes into the folder of an iteration, in its older and its newer form.
+_OF_MEGATRON_LM = ("mp_rank_*", ".metadata")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +279,7 @@ def load_checkpoint(root: str | os.PathLike[str], *, world: CommGroup, step: int
             process alone.
 
     Raises:
-        NoCheckpointError: the folder holds none.
+        NoCheckpointError: the folder holds none; a `CheckpointBelowError` where a folder in it does.
         CheckpointError: it is incomplete or damaged (the text offers the newest good one), or of another
             form.
     """
@@ -331,14 +333,40 @@ def _nothing_there(root: Path, present: Sequence[int]) -> CheckpointError:
         return CheckpointError(f"no checkpoint in {root}: it is not a folder")
     if (root / storage.INDEX_FILE).exists():
         return CheckpointError(f"{root} is a single checkpoint: give its parent folder, and --ckpt-step to choose it")
-    if any(root.glob("mp_rank_*")) or any(root.glob("*/mp_rank_*")):
-        return CheckpointError(f"{root} holds a checkpoint of Megatron-LM (mp_rank_...), which is of another form")
+    other_form = _other_form(root)
+    if other_form is not None:
+        return CheckpointError(f"no checkpoint in {root}: {other_form}")
     if present:
         names = ", ".join(storage.iteration_folder(root, iteration).name for iteration in present)
         return CheckpointError(f"no complete checkpoint in {root}: {names} without {storage.COMPLETE_FILE}")
     interrupted = [entry.name for entry in root.iterdir() if storage.is_temporary(entry)]
     detail = f": {', '.join(interrupted)} is a save that was never completed" if interrupted else ""
+    below = _below(root)
+    if below is not None:
+        return CheckpointBelowError(f"no checkpoint in {root}{detail}; {below} has one")
     return NoCheckpointError(f"no checkpoint in {root}{detail}")
+
+
+def _below(root: Path) -> Path | None:
+    """A folder with a complete checkpoint, at most two levels down."""
+    for levels in ("*", "*/*"):
+        for marker in sorted(root.glob(f"{levels}/iter_*/{storage.COMPLETE_FILE}")):
+            return marker.parents[1]
+    return None
+
+
+def _other_form(root: Path) -> str | None:
+    """What a folder holds in place of a checkpoint of this form, and the command that makes one of it."""
+    if (root / "config.json").is_file() and any(root.glob("*.safetensors")):
+        holds, form = "a model of Hugging Face (config.json, *.safetensors)", "hf"
+    elif any(any(root.glob(f"{place}{name}")) for place in ("", "iter_*/", "release/") for name in _OF_MEGATRON_LM):
+        holds, form = "a checkpoint of Megatron-LM", "megatron"
+    else:
+        return None
+    return (
+        f"it holds {holds}; make one of this form, in a new folder OUT: "
+        f"python tools/convert_checkpoint.py --from {form} --to native {root} OUT"
+    )
 
 
 def _offer(root: Path, present: Sequence[int]) -> str:
@@ -348,7 +376,7 @@ def _offer(root: Path, present: Sequence[int]) -> str:
         except CheckpointError:
             continue
         return f"the newest good one is iteration {iteration}: --ckpt-step {iteration} loads it"
-    return "there is no good one in that folder"
+    return _other_form(root) or "there is no good one in that folder"
 
 
 def _open(folder: Path, iteration: int) -> Checkpoint:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.checkpointing import Checkpoint, NoCheckpointError, load_checkpoint
+from megatron.checkpointing import Checkpoint, CheckpointBelowError, NoCheckpointError, load_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.megatron_config import MegatronConfig
 from megatron.core.comm_group import CommGroup
@@ -21,7 +21,10 @@ def find_checkpoint(wanted: CheckpointConfig, world: CommGroup) -> Checkpoint | 
     except NoCheckpointError as error:
         if wanted.load_if_exists:
             return None
-        raise NoCheckpointError(f"--load: {error}; --load-if-exists starts a new run where there is none") from error
+        # Where a folder below has one, that one is probably meant, and a new run would not be noticed.
+        below = isinstance(error, CheckpointBelowError)
+        offer = "" if below else "; --load-if-exists starts a new run where there is none"
+        raise NoCheckpointError(f"--load: {error}{offer}") from error
 
 
 def saved_config(wanted: CheckpointConfig) -> MegatronConfig | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megatron.checkpointing import (
+    CheckpointBelowError,
     CheckpointError,
     NoCheckpointError,
     list_checkpoints,
@@ -243,8 +245,43 @@ def test_the_folder_of_one_checkpoint_and_megatron_lm_folders_are_told_apart(tmp
     _not_nothing(legacy, "holds a checkpoint of Megatron-LM")
     (legacy / "latest_checkpointed_iteration.txt").write_text("release")
     _not_nothing(legacy, "'release': that is a checkpoint of Megatron-LM")
+    (legacy / "latest_checkpointed_iteration.txt").write_text("10")
+    _not_nothing(legacy, _conversion("megatron", legacy))
     (tmp_path / "file").write_text("")
     _not_nothing(tmp_path / "file", "it is not a folder")
+
+
+def _conversion(form: str, folder: Path) -> str:
+    return re.escape(f"python tools/convert_checkpoint.py --from {form} --to native {folder} OUT")
+
+
+@pytest.mark.parametrize(
+    ("form", "files"),
+    [
+        ("hf", ("config.json", "model-00001-of-00002.safetensors")),
+        ("megatron", ("iter_0000010/mp_rank_00/model_optim_rng.pt",)),
+        ("megatron", ("release/mp_rank_00_001/model_optim_rng.pt",)),
+        ("megatron", ("iter_0000010/.metadata", "iter_0000010/metadata.json")),
+        ("megatron", (".metadata", "metadata.json")),
+    ],
+)
+def test_a_model_of_another_form_is_named_with_the_command_that_converts_it(
+    tmp_path: Path, form: str, files: tuple[str, ...]
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    _not_nothing(tmp_path, f"^no checkpoint in .*: it holds a .*{_conversion(form, tmp_path)}$")
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "run-1/checkpoints"])
+def test_a_folder_below_that_has_a_checkpoint_is_named(tmp_path: Path, place: str) -> None:
+    save(tmp_path / place, 10)
+    with pytest.raises(CheckpointBelowError, match=rf"no checkpoint in .*; {tmp_path / place} has one$"):
+        load_checkpoint(tmp_path, world=ALONE)
+    (tmp_path / place / "iter_0000010" / "COMPLETE").unlink()
+    with pytest.raises(NoCheckpointError, match=rf"no checkpoint in {tmp_path}$"):
+        load_checkpoint(tmp_path, world=ALONE)
 
 
 def test_a_renamed_checkpoint_is_not_taken_for_another_iteration(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.checkpointing import CheckpointError, list_checkpoints, load_checkpoint, storage
+from megatron.checkpointing import CheckpointError, NoCheckpointError, list_checkpoints, load_checkpoint, storage
 from megatron.checkpointing.index import DTYPE_NAMES
 from megatron.core.comm_group import CommGroup
 from megatron.training.checkpoints import open_checkpoint
@@ -390,6 +390,20 @@ def test_load_without_a_checkpoint_is_an_error_that_says_what_to_do(tmp_path: Pa
     assert "Traceback" not in outcome.err[0] + outcome.err[1]
     run, _ = build("--load", str(tmp_path / "nothing"), "--load-if-exists")
     assert run.progress.iteration == 0
+
+
+def test_a_new_run_is_not_offered_where_another_folder_seems_to_be_meant(tmp_path: Path) -> None:
+    trained("--save", str(tmp_path / "run" / "checkpoints"))
+    load = ["--load", str(tmp_path / "run")]
+    with pytest.raises(NoCheckpointError, match=r"--load: .*/run/checkpoints has one$"):
+        build(*load)
+    run, _ = build(*load, "--load-if-exists")
+    assert run.progress.iteration == 0
+
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "run" / name).touch()
+    with pytest.raises(CheckpointError, match="--from hf --to native"):
+        build(*load, "--load-if-exists")
 
 
 def test_another_model_or_other_data_is_refused_with_a_listing(tmp_path: Path) -> None:
