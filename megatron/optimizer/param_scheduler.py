@@ -101,21 +101,24 @@ class WeightDecaySchedule:
         return self.start_wd + height * (self.end_wd - self.start_wd)
 
 
+_LENGTH_OF_TRAINING = ("--train-iters", "--train-samples")
 # The keys of a saved state that two runs must agree in, and the flags that set them.
 _FLAGS = {
-    "max_lr": "--lr",
-    "min_lr": "--min-lr",
-    "init_lr": "--lr-warmup-init",
-    "lr_warmup_steps": "--lr-warmup-iters, -samples, -fraction",
-    "lr_decay_steps": "--lr-decay-iters, -samples (default: the length of training)",
-    "lr_decay_style": "--lr-decay-style",
-    "wsd_decay_steps": "--lr-wsd-decay-iters, -samples",
-    "lr_wsd_decay_style": "--lr-wsd-decay-style",
-    "start_wd": "--start-weight-decay or --weight-decay",
-    "end_wd": "--end-weight-decay or --weight-decay",
-    "wd_incr_steps": "--train-iters, --train-samples (the length of the weight-decay ramp)",
-    "wd_incr_style": "--weight-decay-incr-style",
+    "max_lr": ("--lr",),
+    "min_lr": ("--min-lr",),
+    "init_lr": ("--lr-warmup-init",),
+    "lr_warmup_steps": ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction"),
+    "lr_decay_steps": ("--lr-decay-iters", "--lr-decay-samples", *_LENGTH_OF_TRAINING),
+    "lr_decay_style": ("--lr-decay-style",),
+    "wsd_decay_steps": ("--lr-wsd-decay-iters", "--lr-wsd-decay-samples"),
+    "lr_wsd_decay_style": ("--lr-wsd-decay-style",),
+    "start_wd": ("--start-weight-decay", "--weight-decay"),
+    "end_wd": ("--end-weight-decay", "--weight-decay"),
+    "wd_incr_steps": _LENGTH_OF_TRAINING,
+    "wd_incr_style": ("--weight-decay-incr-style",),
 }
+# Those that say nothing to a run that goes on with the schedules of its checkpoint.
+SCHEDULE_FLAGS = frozenset(flag for flags in _FLAGS.values() for flag in flags).difference(_LENGTH_OF_TRAINING)
 
 
 class ParamScheduler:
@@ -133,15 +136,18 @@ class ParamScheduler:
         weight_decay: WeightDecaySchedule,
         *,
         on_load: OnLoad = "check",
+        samples_per_iteration: int | None = None,
     ) -> None:
         """
         Args:
             on_load: when a checkpoint was written with another schedule: "check" refuses, "override" keeps
                 the present one, "use_checkpoint" takes over the saved one.
+            samples_per_iteration: to name lengths in iterations too, where they were given so.
         """
         self.learning_rate_schedule = learning_rate
         self.weight_decay_schedule = weight_decay
         self.on_load = on_load
+        self.samples_per_iteration = samples_per_iteration
         self.num_steps = 0
 
     @property
@@ -191,7 +197,8 @@ class ParamScheduler:
         if "constant" == mine["wd_incr_style"] == state.get("wd_incr_style", "constant"):
             without_effect.add("wd_incr_steps")
         lines = [
-            f"  {key} ({flags}): {state[key]!r} in the checkpoint, {mine[key]!r} in this run"
+            f"  {key} ({', '.join(flags)}): {self._shown(key, state[key])} in the checkpoint, "
+            f"{self._shown(key, mine[key])} in this run"
             for key, flags in _FLAGS.items()
             if key in state and state[key] != mine[key] and key not in without_effect
         ]
@@ -202,9 +209,21 @@ class ParamScheduler:
                 "--use-checkpoint-opt_param-scheduler to go on with the checkpoint's."
             )
 
+    def _shown(self, key: str, value: object) -> str:
+        """A value, and a length as it may have been given: in iterations of this run, too."""
+        if not key.endswith("_steps") or not isinstance(value, int | float):
+            return repr(value)
+        if self.samples_per_iteration is None:
+            return f"{value!r} samples"
+        return f"{value!r} samples ({value / self.samples_per_iteration:.10g} iterations)"
+
 
 def build_param_scheduler(
-    config: OptimizerConfig, lengths: ScheduleLengths, *, on_load: OnLoad = "check"
+    config: OptimizerConfig,
+    lengths: ScheduleLengths,
+    *,
+    on_load: OnLoad = "check",
+    samples_per_iteration: int | None = None,
 ) -> ParamScheduler:
     """The schedules of a run, whose lengths in samples follow from its configuration."""
     return ParamScheduler(
@@ -225,6 +244,7 @@ def build_param_scheduler(
             wd_incr_style=config.weight_decay_incr_style,
         ),
         on_load=on_load,
+        samples_per_iteration=samples_per_iteration,
     )
 
 

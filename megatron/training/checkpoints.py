@@ -11,6 +11,7 @@ from megatron.checkpointing import Checkpoint, CheckpointError, model_tensors
 from megatron.config.megatron_config import MegatronConfig, difference
 from megatron.config.problems import UserError
 from megatron.core.shard import NamedTensor
+from megatron.optimizer.param_scheduler import SCHEDULE_FLAGS
 from megatron.training.initialize import MegatronContext
 from megatron.training.progress import Progress
 from megatron.training.run import Run
@@ -48,7 +49,8 @@ def _weights(run: Run) -> list[NamedTensor]:
 def open_checkpoint(context: MegatronContext) -> Checkpoint | None:
     """The checkpoint that `--load` and `--ckpt-step` name, None when none is asked for; a collective.
 
-    What differs from the configuration that it was saved with is printed.
+    What differs from the configuration that it was saved with is printed, but flags of schedules where the
+    checkpoint's are used.
 
     Raises:
         CheckpointError: there is none (and no `--load-if-exists`), it is damaged, or the model, or on a resume the
@@ -59,6 +61,8 @@ def open_checkpoint(context: MegatronContext) -> Checkpoint | None:
     if checkpoint is None:
         return None
     changes = difference(checkpoint.config, config)
+    if wanted.use_checkpoint_opt_param_scheduler and goes_on(checkpoint, config):
+        changes = [change for change in changes if change.flag not in SCHEDULE_FLAGS]
     refused = {"tensors": "model", "model": "model", "data": "data"}
     if not goes_on(checkpoint, config):
         del refused["data"]

@@ -151,7 +151,12 @@ def _build_run(
             device=device,
             count_zeros=config.logging.log_num_zeros_in_grad,
         ),
-        scheduler=build_param_scheduler(config.optimizer, config.schedule_lengths, on_load=_schedule_on_load(context)),
+        scheduler=build_param_scheduler(
+            config.optimizer,
+            config.schedule_lengths,
+            on_load=_schedule_on_load(context),
+            samples_per_iteration=config.global_batch_size if config.training.train_samples is None else None,
+        ),
         batch_sizes=batch_sizes,
         plans=plan_builder(config, layout),
         loaders=loaders,

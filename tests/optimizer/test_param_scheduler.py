@@ -11,7 +11,10 @@ import pytest
 
 from megatron.config.megatron_config import ScheduleLengths
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.options import section_options
+from megatron.config.problems import UserError
 from megatron.optimizer.param_scheduler import (
+    SCHEDULE_FLAGS,
     LearningRateSchedule,
     ParamScheduler,
     WeightDecaySchedule,
@@ -19,6 +22,7 @@ from megatron.optimizer.param_scheduler import (
 )
 from tests.optimizer.toy import data_parallel, loss_sum, optimizer_of, toy_batch, toy_model
 
+OPTIMIZER_FLAGS = {option.name for option in section_options("optimizer", OptimizerConfig)}
 CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "tables" / "scheduler.json").read_text())
 
 
@@ -138,6 +142,22 @@ def test_all_differences_are_named_at_once() -> None:
     state = scheduler_of({**VALUES, "max_lr": 2e-4, "min_lr": 1e-5}).state_dict()
     with pytest.raises(ValueError, match=r"(?s)max_lr.*min_lr.*--override-opt_param-scheduler"):
         scheduler_of(VALUES).load_state_dict(state)
+
+
+def test_lengths_are_named_in_iterations_too_where_they_were_given_so() -> None:
+    state = scheduler_of({**VALUES, "lr_warmup_steps": 20, "lr_decay_steps": 500}).state_dict()
+    for options, saved, mine in (
+        ({}, "500 samples in", "400 samples in"),
+        ({"samples_per_iteration": 8}, "500 samples (62.5 iterations) in", "400 samples (50 iterations) in"),
+    ):
+        with pytest.raises(UserError, match="lr_warmup_steps") as error:
+            scheduler_of(VALUES, **options).load_state_dict(state)
+        assert f"{saved} the checkpoint, {mine} this run" in str(error.value)
+
+
+def test_the_flags_of_the_schedules_are_options_of_the_optimizer() -> None:
+    schedule = {name for name in OPTIMIZER_FLAGS if name.startswith(("--lr", "--min-lr")) or "weight-decay" in name}
+    assert schedule == SCHEDULE_FLAGS
 
 
 def test_a_longer_run_is_no_difference_where_the_length_has_no_effect() -> None:

@@ -495,17 +495,32 @@ def test_data_that_was_replaced_under_its_name_is_refused(tmp_path: Path) -> Non
     assert again.progress == run.progress
 
 
-def test_another_schedule_is_refused_until_it_is_said_which_one_counts(tmp_path: Path) -> None:
+def test_another_schedule_is_refused_until_it_is_said_which_one_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained("--save", str(tmp_path), "--exit-interval", "2")
     go_on = ["--load", str(tmp_path), "--lr", "5e-3"]
     outcome = pretrain_tiny(tmp_path, *go_on)
     assert outcome.codes == [2]
     assert "max_lr (--lr): 0.01 in the checkpoint, 0.005 in this run" in outcome.err[0]
+    assert "--lr: 0.01 -> 0.005" in outcome.out[0]
     run, _ = build(*go_on, "--override-opt_param-scheduler")
     assert run.scheduler.learning_rate_schedule.max_lr == 5e-3
+    assert "--lr: 0.01 -> 0.005" in capsys.readouterr().out
     run, _ = build(*go_on, "--use-checkpoint-opt_param-scheduler")
+    said = capsys.readouterr().out
+    assert "--load: None -> " in said and "--lr: " not in said, "what differs, but the schedule that is not used"
     assert run.scheduler.learning_rate_schedule.max_lr == 1e-2
     assert run.scheduler.num_steps == 16
+    context = context_of_rank(tiny_config(*go_on, "--use-checkpoint-opt_param-scheduler", "--finetune"), 0, 1)
+    open_checkpoint(context)
+    assert "--lr: 0.01 -> 0.005" in capsys.readouterr().out, "a new training has its own schedule"
+
+
+def test_a_longer_run_is_told_the_lengths_of_both_in_iterations(tmp_path: Path) -> None:
+    trained("--save", str(tmp_path), "--exit-interval", "2", "--train-iters", "3")
+    with pytest.raises(CheckpointError, match=r"24 samples \(3 iterations\) in the .* 40 samples \(5 iterations\)"):
+        build("--load", str(tmp_path), "--train-iters", "5")
 
 
 # ---- evaluation ----
