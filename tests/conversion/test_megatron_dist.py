@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megatron.conversion.megatron_lm.pickles import _Storage
 from megatron.conversion.megatron_lm.reader import read_megatron
 from megatron.conversion.portable import ConversionError
 from tests.conversion.megatron_files import CHECKPOINTS, contents, read_all
@@ -80,6 +81,19 @@ def test_layers_under_their_numbers_are_read_like_stacked_ones(tmp_path: Path) -
     assert sorted(found) == sorted(tensors)
     for key, value in tensors.items():
         assert_bitwise(found[key], value, key)
+
+
+def test_a_layer_of_a_stack_is_read_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    plain = _Storage.fill
+
+    def fill(storage: _Storage, numbers: torch.Tensor, first: int) -> None:
+        read.append(numbers.nbytes)
+        plain(storage, numbers, first)
+
+    lazy = read_megatron(CHECKPOINTS / PLAIN).tensors["model.decoder.layers.1.mlp.linear_fc1.weight"]
+    monkeypatch.setattr(_Storage, "fill", fill)
+    assert sum(read) == 0 and lazy.read().nbytes == sum(read)
 
 
 def test_what_all_ranks_have_alike_may_be_a_file_of_its_own(tmp_path: Path) -> None:

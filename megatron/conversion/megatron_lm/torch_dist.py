@@ -69,7 +69,7 @@ class _Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Stored:
+class _ChunkedTensor:
     """A tensor of the index, in the chunks that tile it."""
 
     key: str
@@ -134,7 +134,7 @@ def _check_marker(folder: Path) -> None:
             raise ConversionError(f"the layout is {backend!r}, which can not be read; torch_dist can")
 
 
-def _read_index(folder: Path) -> tuple[dict[str, _Stored], dict[str, _Place]]:
+def _read_index(folder: Path) -> tuple[dict[str, _ChunkedTensor], dict[str, _Place]]:
     """The tensors and the objects of a checkpoint, by key."""
     index = read_pickle(folder / _INDEX)
     fields = index.fields if isinstance(index, StandIn) else {}
@@ -147,7 +147,7 @@ def _read_index(folder: Path) -> tuple[dict[str, _Stored], dict[str, _Place]]:
     tensors, objects = {}, {}
     for key, entry in described.items():
         if entry.name.endswith(".TensorStorageMetadata"):
-            tensors[key] = _stored(key, entry.fields, places)
+            tensors[key] = _chunked(key, entry.fields, places)
         elif (key, ()) in places:
             objects[key] = places[key, ()]
     return tensors, objects
@@ -168,7 +168,9 @@ def _place(folder: Path, fields: Mapping[str, Any]) -> _Place:
     return _Place(path=folder / name, start=start, length=length)
 
 
-def _stored(key: str, fields: Mapping[str, Any], places: Mapping[tuple[str, tuple[int, ...]], _Place]) -> _Stored:
+def _chunked(
+    key: str, fields: Mapping[str, Any], places: Mapping[tuple[str, tuple[int, ...]], _Place]
+) -> _ChunkedTensor:
     shape, properties = tuple(fields["size"]), fields["properties"]
     kept = properties.state if isinstance(properties.state, tuple) else tuple(properties.fields.values())
     dtypes = [value for value in kept if isinstance(value, torch.dtype)]
@@ -188,7 +190,7 @@ def _stored(key: str, fields: Mapping[str, Any], places: Mapping[tuple[str, tupl
     fault = tiling_fault(shape, [box for box, _ in chunks])
     if fault is not None:
         raise ConversionError(f"{key}: {fault}")
-    return _Stored(key=key, shape=shape, dtype=dtypes[0], chunks=tuple(chunks))
+    return _ChunkedTensor(key=key, shape=shape, dtype=dtypes[0], chunks=tuple(chunks))
 
 
 def _common_state(folder: Path, objects: Mapping[str, _Place]) -> Any:
@@ -207,7 +209,7 @@ def _first_object(objects: Mapping[str, _Place], prefix: str) -> Any:
 
 
 def _whole_tensors(
-    tensors: Mapping[str, _Stored], config: TransformerConfig, *, with_training: bool
+    tensors: Mapping[str, _ChunkedTensor], config: TransformerConfig, *, with_training: bool
 ) -> Iterator[tuple[str, LazyTensor]]:
     """Weights, and the states that are kept under the names of parameters, by kind and our name."""
     for key, stored in tensors.items():
@@ -228,7 +230,7 @@ def _whole_tensors(
                 yield f"{kind}{ours}", tensor
 
 
-def _layers(name: str, stored: _Stored, config: TransformerConfig) -> Iterator[tuple[str, LazyTensor]]:
+def _layers(name: str, stored: _ChunkedTensor, config: TransformerConfig) -> Iterator[tuple[str, LazyTensor]]:
     """The tensor by its name, or one of each layer where all are stacked in it."""
     if not _STACKED.match(name):
         yield name, stored.part(Box.whole(stored.shape), stored.shape)
@@ -244,13 +246,13 @@ def _layers(name: str, stored: _Stored, config: TransformerConfig) -> Iterator[t
 
 
 def _from_buffers(
-    buffers: Mapping[str, _Stored],
+    buffers: Mapping[str, _ChunkedTensor],
     config: TransformerConfig,
     arguments: Mapping[str, Any],
     vocab_size: int,
 ) -> dict[str, LazyTensor]:
     """Moments and main weights from the flat buffers that each rank of the model had with its data-parallel peers."""
-    by_place: dict[tuple[int, int, int, str], _Stored] = {}
+    by_place: dict[tuple[int, int, int, str], _ChunkedTensor] = {}
     for key, stored in buffers.items():
         match = _BUFFER.fullmatch(key)
         if match is None:
