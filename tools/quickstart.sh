@@ -27,16 +27,17 @@ python tools/preprocess_data.py --input "$folder/corpus.jsonl" --output-prefix "
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$folder/tokenizer.model" --append-eod --workers 2
 took
 
+batch=8 length=256 evaluations=10 # --global-batch-size, --seq-length, --eval-iters
 data=(--data-path "$folder/corpus_text_document" --split 95,5,0)
 training=(
     --num-layers 4 --hidden-size 192 --num-attention-heads 6 --ffn-hidden-size 512
-    --seq-length 256 --max-position-embeddings 256
+    --seq-length "$length" --max-position-embeddings "$length"
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --hidden-dropout 0 --attention-dropout 0
     "${data[@]}" --tokenizer-type SentencePieceTokenizer --tokenizer-model "$folder/tokenizer.model"
-    --micro-batch-size 4 --global-batch-size 8 --train-iters $((2 * half))
+    --micro-batch-size 4 --global-batch-size "$batch" --train-iters $((2 * half))
     --lr 4e-3 --min-lr 1e-4 --lr-warmup-fraction 0.08 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
-    --eval-interval "$half" --eval-iters 10 --log-interval $((half < 20 ? half : 20))
+    --eval-interval "$half" --eval-iters "$evaluations" --log-interval $((half < 20 ? half : 20))
 )
 key=$({ cat "$folder/tokenizer.model" "$folder"/corpus_text_document.{bin,idx}; echo "${training[@]}"; } | cksum)
 run=$folder/run-${key%% *}
@@ -65,13 +66,12 @@ fi
 took
 
 step "6/7 a sample of the trained model"
-if [[ -e $run/sample.txt ]]; then
-    cat "$run/sample.txt"
-else
+if [[ ! -e $run/sample.txt ]]; then
     python tools/generate_text.py --load "$run/checkpoints" --prompt $'import os\n\n\nclass ' \
-        --num-tokens 250 --temperature 0.9 --top-p 0.95 | tee "$run/sample.part"
+        --num-tokens 250 --temperature 0.9 --top-p 0.95 >"$run/sample.part"
     mv "$run/sample.part" "$run/sample.txt"
 fi
+cat "$run/sample.txt"
 took
 
 step "7/7 the loss: has the model learned more than pairs of tokens?"
@@ -79,6 +79,8 @@ step "7/7 the loss: has the model learned more than pairs of tokens?"
 answer=0
 python tools/bigram_entropy.py "${data[@]}" --log-json "$run/log.jsonl" --output "$run/entropy.json" || answer=$?
 if ((answer > 1)); then exit "$answer"; fi
+samples=$((evaluations * batch))
+echo "that loss is the mean over $((samples * length)) tokens ($samples samples of $length), the entropy that of all of the part"
 python tools/plot_loss.py "$run/log.jsonl" --output "$run/loss.png" --lines-from "$run/entropy.json"
 took
 
@@ -86,6 +88,11 @@ cat <<END
 
 Done. The loss curve is $run/loss.png; the TensorBoard log is $run/tensorboard:
   tensorboard --logdir $run/tensorboard
+More text from the model, its perplexity on a text, what its checkpoint holds, and the model in the form of Hugging Face:
+  python tools/generate_text.py --load $run/checkpoints --prompt 'def main():' --num-tokens 100 --temperature 0.8
+  python tools/evaluate.py --load $run/checkpoints --text README.md
+  python tools/inspect_checkpoint.py $run/checkpoints
+  python tools/convert_checkpoint.py --from native --to hf $run/checkpoints $run/hf
 On a machine with GPUs, this trains GPT-3 XL's shape on the same data (examples/pretrain_gpt.sh has the rest):
   torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --num-layers 24 --hidden-size 2048 --num-attention-heads 16 \\
       --seq-length 2048 --max-position-embeddings 2048 --tensor-model-parallel-size 2 --sequence-parallel \\

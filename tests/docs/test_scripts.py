@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def trained(calls: list[list[str]]) -> Path:
     iterations = next(call[call.index("--train-iters") + 1] for call in calls if call[0] == "torchrun")
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(iterations)
-    (run / "sample.txt").touch()
+    (run / "sample.txt").write_text("class Sample\n")
     return run
 
 
@@ -83,9 +84,16 @@ def test_the_commands_of_the_quickstart_are_understood(tmp_path: Path, half: int
     compare, plot = calls[-2:]
     assert programs_of([compare, plot]) == ["bigram_entropy", "plot_loss"]
     assert compare[compare.index("--output") + 1] == plot[plot.index("--lines-from") + 1]
+    training = next(call for call in calls if call[0] == "torchrun")
+    sizes = (training[training.index(f"--{name}") + 1] for name in ("eval-iters", "global-batch-size", "seq-length"))
+    assert f"the mean over {prod(map(int, sizes))} tokens" in printed, "how much the loss says"
     shown = printed.split("\nDone.")[1].replace("\\\n", " ").splitlines()
     commands = [words for line in shown if line.startswith("  ") for words in commands_of(line)]
-    assert [words[0] for words in commands] == ["tensorboard", "torchrun"]
+    assert [words[0] for words in commands] == ["tensorboard", *["python"] * 4, "torchrun"]
+    tools = ["generate_text", "evaluate", "inspect_checkpoint", "convert_checkpoint"]
+    assert programs_of(commands)[1:-1] == tools, "what is done next with the model"
+    (run,) = (tmp_path / "quickstart").glob("run-*")
+    assert all(f"{run}/checkpoints" in words for words in commands[1:-1])
     for words in commands:
         check_command(words)
 
@@ -93,6 +101,13 @@ def test_the_commands_of_the_quickstart_are_understood(tmp_path: Path, half: int
 def test_every_process_of_the_quickstart_has_a_thread_of_its_own() -> None:
     text = (ROOT / "tools" / "quickstart.sh").read_text(encoding="utf-8")
     assert text.index("export OMP_NUM_THREADS=1\n") < text.index("\nstep ")
+
+
+def test_the_sample_is_shown_whole_after_what_its_program_says() -> None:
+    """Through a pipe it would come later than the line about its speed, or in the middle of it."""
+    text = (ROOT / "tools" / "quickstart.sh").read_text(encoding="utf-8")
+    program, shown = text.index("tools/generate_text.py"), text.index('\ncat "$run/sample.txt"\n')
+    assert program < shown and " | " not in text[program:shown]
 
 
 def test_the_steps_of_the_quickstart_are_numbered_as_the_readme_numbers_them() -> None:
@@ -111,6 +126,7 @@ def test_the_quickstart_skips_what_is_complete(tmp_path: Path) -> None:
     calls, printed = quickstart(tmp_path, 300)
     assert programs_of(calls) == ["make_corpus", "train_tokenizer", "preprocess_data", "bigram_entropy", "plot_loss"]
     assert printed.count(": skipped") == 2
+    assert printed.count("\nclass Sample\n") == 1
     assert printed.count(" s)") == 7, "each step says how long it took"
 
 
