@@ -88,22 +88,30 @@ def in_dtype(model: PortableModel, dtype: torch.dtype) -> PortableModel:
     """The model with its weights in a dtype, rounded as a training rounds those that it computes with.
 
     Raises:
-        ConversionError: a training goes along, whose main weights would be rounded.
+        ConversionError: a training goes along, whose main weights would be rounded; or, when a tensor is read, it has a
+            number that the dtype does not reach.
     """
     if model.training is not None:
         raise ConversionError(
             "--dtype would round the weights that a training goes on from; --weights-only leaves it out"
         )
-    return replace(model, tensors={key: _in_dtype(lazy, dtype) for key, lazy in model.tensors.items()})
+    return replace(model, tensors={key: _in_dtype(key, lazy, dtype) for key, lazy in model.tensors.items()})
 
 
-def _in_dtype(lazy: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+def _in_dtype(key: str, lazy: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     def read() -> Tensor:
         values = lazy.read()
-        if values.dtype not in (torch.float32, torch.float64):
-            return values.to(dtype)
-        rounded = torch.empty(values.shape, dtype=dtype)
-        narrow_(values, rounded)
+        if values.dtype in (torch.float32, torch.float64):
+            rounded = torch.empty(values.shape, dtype=dtype)
+            narrow_(values, rounded)
+        else:
+            rounded = values.to(dtype)
+        reach = torch.finfo(dtype).max
+        if reach < torch.finfo(values.dtype).max and rounded.isinf().sum() > values.isinf().sum():
+            raise ConversionError(
+                f"{key} has numbers beyond {reach:.5g}, the largest of {str(dtype).removeprefix('torch.')}: "
+                "they would be infinite; choose another --dtype"
+            )
         return rounded
 
     return LazyTensor(shape=lazy.shape, dtype=dtype, read=read)
