@@ -80,7 +80,7 @@ answer=0
 python tools/bigram_entropy.py "${data[@]}" --log-json "$run/log.jsonl" --output "$run/entropy.json" || answer=$?
 if ((answer > 1)); then exit "$answer"; fi
 samples=$((evaluations * batch))
-echo "that loss is the mean over $((samples * length)) tokens ($samples samples of $length), the entropy that of all of the part"
+echo "that loss is the mean over $((samples * length)) tokens ($samples samples of $length), the entropy over all of the part"
 python tools/plot_loss.py "$run/log.jsonl" --output "$run/loss.png" --lines-from "$run/entropy.json"
 took
 
@@ -88,7 +88,7 @@ cat <<END
 
 Done. The loss curve is $run/loss.png; the TensorBoard log is $run/tensorboard:
   tensorboard --logdir $run/tensorboard
-More text from the model, its perplexity on a text, what its checkpoint holds, and the model in the form of Hugging Face:
+More text from the model, its perplexity on a text, what its checkpoint holds, and a model of Hugging Face from it:
   python tools/generate_text.py --load $run/checkpoints --prompt 'def main():' --num-tokens 100 --temperature 0.8
   python tools/evaluate.py --load $run/checkpoints --text README.md
   python tools/inspect_checkpoint.py $run/checkpoints

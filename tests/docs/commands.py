@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -105,10 +105,19 @@ def check_slurm(program: str, words: Sequence[str]) -> None:
 
 
 def check_training(words: Sequence[str], *, world_size: int, launched: bool = True) -> None:
-    """As a rank of that world would read them; whether files are there is not looked at."""
+    """As a rank of that world would read them; whether files are there is not looked at.
+
+    A checkpoint is one that the README's `small.yaml` has saved.
+    """
+    read = partial(parse_arguments, check_files=False, say=lambda text: None)
     prints_and_ends = pytest.raises(SystemExit, match="0") if "--print-config" in words else nullcontext()
     with prints_and_ends:
-        parse_arguments(words, world_size=world_size, launched=launched, check_files=False, say=lambda text: None)
+        read(
+            words,
+            world_size=world_size,
+            launched=launched,
+            saved_config=lambda wanted: read(["--config", "small.yaml"], world_size=1)[0],
+        )
 
 
 def check_tool(tool: Path, words: Sequence[str]) -> None:

@@ -57,6 +57,12 @@ def test_the_readme_has_a_command_for_each_step_of_a_run() -> None:
         assert program in shown, program
 
 
+@pytest.mark.parametrize("flag", ["--async-save", "--keep-last", "--save-retain-interval", "--use-checkpoint-args"])
+@pytest.mark.parametrize("document", ["README.md", "docs/CHECKPOINTS.md"])
+def test_how_to_save_and_to_begin_from_a_checkpoint_is_shown_in_a_command(document: str, flag: str) -> None:
+    assert flag in " ".join(blocks(TEXTS[ROOT / document], "bash")).split()
+
+
 # Flags after those of the README, so that they count: a small part of the text, and two iterations.
 SMALLER = {
     "tools/make_corpus.py": "--max-megabytes 3",
