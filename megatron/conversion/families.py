@@ -162,7 +162,7 @@ def family_of_file(values: Mapping[str, Any], source: str) -> Family:
     """The family that a `config.json` names.
 
     Raises:
-        ConversionError: it names none, or one that is not in the table.
+        ConversionError: it names none, one that is not in the table, or two.
     """
     known = {family.architecture: family for family in FAMILIES}
     # A file of a model without its head; one that was written before the key has none.
@@ -173,6 +173,11 @@ def family_of_file(values: Mapping[str, Any], source: str) -> Family:
     else:
         named = (known | bare).get(str(names[0])) if isinstance(names, list) and len(names) == 1 else None
     if named is not None:
+        if model_type not in (None, named.name):
+            raise ConversionError(
+                f"{source}: model_type {json.dumps(model_type)[:50]} contradicts architectures {json.dumps(names)}, "
+                f"whose model_type is {json.dumps(named.name)}"
+            )
         return named
     raise ConversionError(
         f"{source}: architectures {json.dumps(names)[:100]}, model_type {json.dumps(model_type)[:50]} is not a model "

@@ -259,6 +259,10 @@ def sliding_window_by_layer() -> Setting:
         first, kinds = given.get("max_window_layers", int, 28), given.get("layer_types", list, None)
         if not given.get("use_sliding_window", bool, False):
             size = None
+        elif size is None:
+            raise given.refusal("sliding_window", None, "contradicts use_sliding_window true: give its size, or false")
+        if kinds is not None and len(kinds) != layers:
+            raise given.refusal("layer_types", kinds, f"is of {len(kinds)} layers, and num_hidden_layers is {layers}")
         if kinds is None:
             slides = {size is not None and layer >= first for layer in {0, layers - 1}}
         else:

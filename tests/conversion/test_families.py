@@ -100,7 +100,7 @@ def test_a_missing_key_means_what_transformers_takes_it_for(family: str) -> None
         ("llama", "rope_scaling", {}),
         ("llama", "num_key_value_heads", {}),
         ("qwen2", "num_key_value_heads", {}),
-        ("qwen2", "sliding_window", {"use_sliding_window": True, "max_window_layers": 0}),
+        ("qwen2", "sliding_window", {}),
         ("gpt2", "n_inner", {}),
     ],
 )
@@ -182,6 +182,13 @@ def test_rotary_settings_of_transformers_5_and_before(
             "of some layers only is not supported",
         ),
         ("qwen3", {"layer_types": ["chunked_attention"] * 2}, r'layer_types "chunked_attention" is not supported'),
+        ("qwen3", {"layer_types": ["full_attention"] * 3}, "is of 3 layers, and num_hidden_layers is 2"),
+        ("qwen2", {"layer_types": []}, r"layer_types \[\] is of 0 layers"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": None},
+            "sliding_window null contradicts use_sliding_window true",
+        ),
         ("qwen3", {"attention_bias": True}, "attention_bias true is not supported"),
         ("qwen2", {"use_mrope": True}, "use_mrope true is not supported"),
         ("baichuan", {"max_position_embeddings": 4096}, "max_position_embeddings 4096 is a setting of Baichuan 2 7B"),
@@ -207,6 +214,12 @@ def test_what_the_model_has_not_is_refused_by_name_and_value(
 )
 def test_other_architectures_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConversionError, match="is not a model that this program converts; GPT2LMHeadModel"):
+        family_of_file(values, "config.json")
+
+
+def test_a_file_that_names_two_families_is_refused() -> None:
+    values = {"architectures": ["LlamaForCausalLM"], "model_type": "qwen2"}
+    with pytest.raises(ConversionError, match=r'"qwen2" contradicts .*Llama.*, whose model_type is "llama"'):
         family_of_file(values, "config.json")
 
 
