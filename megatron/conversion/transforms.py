@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
 
 from megatron.config.transformer import TransformerConfig
-from megatron.conversion.portable import ConversionError, LazyTensor
+from megatron.conversion.portable import LazyTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +107,13 @@ def joined(
 ) -> LazyTensor:
     """One of our tensors from theirs, by their names, whose shapes are right.
 
-    Raises:
-        ConversionError: theirs are of several dtypes.
+    Where theirs are of several dtypes, ours is of the narrowest that holds the numbers of all.
     """
-    dtypes = {part.dtype for part in parts.values()}
-    if len(dtypes) > 1:
-        kinds = ", ".join(f"{name} is {part.dtype}" for name, part in parts.items())
-        raise ConversionError(f"{kinds}: what becomes one tensor must be of one dtype")
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts.values()))
     return LazyTensor(
         shape=shape,
-        dtype=dtypes.pop(),
-        read=lambda: match.transform.join([part.read() for part in parts.values()], config).contiguous(),
+        dtype=dtype,
+        read=lambda: match.transform.join([part.read().to(dtype) for part in parts.values()], config).contiguous(),
     )
 
 
