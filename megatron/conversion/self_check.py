@@ -5,14 +5,18 @@ process, in float32. Our side goes through the model layer by layer, and holds o
 is the model of `transformers`, whole, where that is installed and has the family.
 
 python -m megatron.conversion.self_check FORM FOLDER TOKENS.npy LOGITS.npy '{"step": 100}'
+
+The process ends when its stdin does, which its parent holds open: no signal that ends the parent leaves it behind.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -124,7 +128,7 @@ def self_check(source: Side, target: Side, tokens: Tensor, bound: float, say: Ca
         np.save(given, tokens.numpy())
         for side in (source, target):
             arguments = [side.form, str(side.folder), str(given), str(made), json.dumps(dict(side.options))]
-            done = subprocess.run([sys.executable, "-m", __name__, *arguments], capture_output=True, text=True)
+            done = _run([sys.executable, "-m", __name__, *arguments])
             if done.returncode != 0:
                 reason = done.stderr.strip() or f"its process ended with {done.returncode}, as when memory is full"
                 raise ConversionError(
@@ -134,6 +138,22 @@ def self_check(source: Side, target: Side, tokens: Tensor, bound: float, say: Ca
             say(f"  {side.folder} computed by {done.stdout.splitlines()[-1]}")
             logits.append(torch.from_numpy(np.load(made, allow_pickle=False)))
     return compare(logits[0], logits[1], bound)
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command whose stdin stays open as long as this process waits for it, and lives."""
+    stdin, held = os.pipe()
+    try:
+        return subprocess.run(command, stdin=stdin, capture_output=True, text=True)
+    finally:
+        os.close(stdin)
+        os.close(held)
+
+
+def _end_with_stdin() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(1)
 
 
 def fixed_tokens(vocab_size: int, seq_length: int) -> Tensor:
@@ -208,6 +228,7 @@ def why_not_transformers(family: str) -> str:
 
 
 def main() -> None:
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     form, folder, tokens, made, options = sys.argv[1:]
     side = Side(form=form, folder=Path(folder), options=json.loads(options))
     logits, program = logits_of(side, torch.from_numpy(np.load(tokens, allow_pickle=False)))

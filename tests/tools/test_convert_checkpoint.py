@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
 from inspect import signature
 from pathlib import Path
 
@@ -104,6 +110,35 @@ def test_numbers_that_are_none_do_not_agree() -> None:
     assert compare(good, good, 1e-4).agrees
     assert not compare(good, bad, 1e-4).agrees
     assert not compare(bad, good, 1e-4).agrees
+
+
+# The tokens are a pipe: the process that computes a side waits for them, until somebody writes.
+_WAITING_CHECK = """
+import os, sys
+from pathlib import Path
+import torch
+from megatron.conversion import self_check
+self_check.np.save = lambda path, values: os.mkfifo(path)
+side = self_check.Side(form="hf", folder=Path("theirs"), options={})
+self_check.self_check(side, side, torch.zeros(1, 1), 1.0, print)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_converter_that_is_ended_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", _WAITING_CHECK], env={**os.environ, "TMPDIR": str(tmp_path)})
+    while not (pipes := list(tmp_path.glob("*/tokens.npy"))):
+        assert parent.poll() is None
+        time.sleep(0.05)
+    writer = os.open(pipes[0], os.O_WRONLY)  # waits for the child to read
+    try:
+        parent.send_signal(number)
+        parent.wait()
+        poll = select.poll()
+        poll.register(writer, 0)
+        assert poll.poll(20_000) == [(writer, select.POLLERR)]  # nobody reads any more
+    finally:
+        os.close(writer)
 
 
 @pytest.mark.parametrize(
