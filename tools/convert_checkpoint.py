@@ -26,7 +26,7 @@ from megatron.checkpointing import is_weight
 from megatron.config.options import flag_name
 from megatron.config.problems import UserError
 from megatron.conversion.families import FAMILIES
-from megatron.conversion.forms import FORMS
+from megatron.conversion.forms import FORMS, refuse_other_form
 from megatron.conversion.megatron_lm.writer import IMPLEMENTATIONS
 from megatron.conversion.portable import LazyTensor, PortableModel, in_dtype
 from megatron.conversion.self_check import Side, bound_of, fixed_tokens, self_check
@@ -134,6 +134,7 @@ def main() -> None:
         to_read["weights_only"] = True
     give_freed_memory_back()
     refuse_existing(options.output)
+    refuse_other_form(reader, options.input)
     model = reader.read(options.input, **to_read)
     say(f"{options.input}: {described(model)}")
     if model.training is not None:

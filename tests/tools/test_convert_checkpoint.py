@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.conversion.forms import FORMS
+from megatron.conversion.forms import FORMS, refuse_other_form
 from megatron.conversion.hugging_face import read_hugging_face
 from megatron.conversion.megatron_lm.reader import read_megatron
 from megatron.conversion.native import read_native, write_native
-from megatron.conversion.portable import in_dtype
+from megatron.conversion.portable import ConversionError, in_dtype
 from megatron.conversion.self_check import (
     SAME_WEIGHTS,
     Side,
@@ -158,14 +158,34 @@ def test_a_converter_that_is_ended_leaves_no_process(number: signal.Signals, tmp
         (("--from", "hf", "--to", "hf", "--dtype", "int8"), "--dtype"),
         (("--from", "hf", "--to", "hf", "--dtpye", "float32"), "--dtype"),
         (("--from", "hf", "--to", "hf", "--hf-family", "mistral"), "the model is no mistral"),
-        (("--from", "native", "--to", "hf"), "no checkpoint in"),
-        (("--from", "megatron", "--to", "hf"), "theirs"),
+        (("--from", "native", "--to", "hf"), "looks like a model of Hugging Face, --from hf"),
+        (("--from", "megatron", "--to", "hf"), "looks like a model of Hugging Face, --from hf"),
     ],
 )
 def test_errors_are_one_line_with_what_to_do(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     theirs = save(made("gpt2"), tmp_path / "theirs")
     assert message in run(CONVERTER, *arguments, theirs, tmp_path / "ours", status=2)
     assert names(tmp_path) == ["theirs"]
+
+
+def test_a_wrong_form_is_told_what_the_folder_looks_like(tmp_path: Path) -> None:
+    model = read_hugging_face(save(made("llama 2"), tmp_path / "hf"))
+    for name, form in FORMS.items():
+        if name != "hf":
+            form.write(model, tmp_path / name)
+    ours = next((tmp_path / "native").glob("iter_*"))
+    theirs = next((tmp_path / "megatron").glob("*/mp_rank_*")).parent
+    for folder, name in ((ours, "native"), (theirs, "megatron"), *((tmp_path / name, name) for name in FORMS)):
+        refuse_other_form(FORMS[name], folder)
+        for other in FORMS.keys() - {name}:
+            with pytest.raises(ConversionError, match=rf"{FORMS[name].means}, --from {name}$"):
+                refuse_other_form(FORMS[other], folder)
+
+
+def test_a_folder_of_no_form_is_left_to_its_reader(tmp_path: Path) -> None:
+    for form in FORMS.values():
+        refuse_other_form(form, tmp_path)
+        refuse_other_form(form, tmp_path / "nowhere")
 
 
 def test_a_form_is_told_what_its_reader_and_its_writer_take() -> None:
