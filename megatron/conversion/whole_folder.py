@@ -47,15 +47,25 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def refuse_existing(folder: Path) -> None:
-    """Nothing that exists is written over or beside.
+    """Nothing that exists is written over, beside or below.
 
     Raises:
-        ConversionError: the folder is not empty, or no folder.
+        ConversionError: the folder is not empty, or no folder, or cannot be one.
     """
-    if folder.is_dir() and not any(folder.iterdir()):
+    if folder.is_dir():
+        if any(folder.iterdir()):
+            raise ConversionError(f"{folder} exists and is not empty: give a new folder, or move that one away")
         return
-    if folder.is_symlink() or folder.exists():
-        raise ConversionError(f"{folder} exists and is not empty: give a new folder, or move that one away")
+    for path in (folder, *folder.parents):
+        if path.is_dir():
+            return
+        if path.is_symlink() and not path.exists():
+            what = f"{path} is a link to {path.readlink()}, which is not there"
+        elif path.exists():
+            what = f"{path} is no folder"
+        else:
+            continue
+        raise ConversionError(f"{folder} cannot be written: {what}; give a new folder, or move that away")
 
 
 def read_json(path: Path) -> dict[str, Any]:

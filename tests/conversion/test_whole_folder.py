@@ -11,7 +11,7 @@ from megatron.conversion.hugging_face import read_hugging_face
 from megatron.conversion.megatron_lm.writer import write_megatron
 from megatron.conversion.native import write_native
 from megatron.conversion.portable import ConversionError
-from megatron.conversion.whole_folder import whole_folder
+from megatron.conversion.whole_folder import refuse_existing, whole_folder
 from tests.conversion.models import made, save
 from tests.helpers.tools import names
 
@@ -41,12 +41,28 @@ def test_a_folder_that_holds_something_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     (tmp_path / "link").symlink_to("full")
-    (tmp_path / "astray").symlink_to("nowhere")
-    for name in ("full", "link", "astray", "full/mine"):
+    for name in ("full", "link"):
         with pytest.raises(ConversionError, match="exists and is not empty"):
             write_into(tmp_path / name)
-    assert names(tmp_path) == ["astray", "full", "link"]
+    assert names(tmp_path) == ["full", "link"]
     assert names(tmp_path / "full") == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("file", "/file is no folder; give a new folder"),
+        ("file/below/it", "/file is no folder; give a new folder"),
+        ("astray", "/astray is a link to nowhere, which is not there; give a new folder"),
+        ("astray/below", "/astray is a link to nowhere, which is not there; give a new folder"),
+    ],
+)
+def test_what_cannot_be_a_folder_is_said_before_it_is_written(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "astray").symlink_to("nowhere")
+    with pytest.raises(ConversionError, match=f"/{name} cannot be written: .*{message}"):
+        refuse_existing(tmp_path / name)
+    assert names(tmp_path) == ["astray", "file"]
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
