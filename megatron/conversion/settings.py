@@ -41,7 +41,7 @@ class ConfigJson:
         value = self._values.get(key)
         if value is None:
             if default is _REQUIRED:
-                raise ConversionError(f"{self._source}: {key} is missing, which says how large the model is")
+                raise ConversionError(f"{self._source}: {key} is missing, and has no default")
             return default
         if type(value) is not kind and (kind, type(value)) != (float, int):
             raise self.refusal(key, value, f"is no {_KINDS[kind]}")

@@ -145,7 +145,7 @@ def test_rotary_settings_of_transformers_5_and_before(
     [
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r'rope_type "dynamic" is not supported'),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, r'rope_type "yarn" is not supported'),
-        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing, and has no default$"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 2.0}}, r"low_freq_factor 2\.0"),
         (
             "llama",
