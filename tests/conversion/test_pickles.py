@@ -315,6 +315,18 @@ def test_a_file_that_becomes_shorter_is_noticed_when_a_tensor_is_read(tmp_path: 
         lazy.read()
 
 
+def test_a_bit_that_has_flipped_is_noticed_when_a_tensor_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    torch.save({"first": torch.arange(1000.0), "second": torch.arange(1000.0, 2000.0)}, path)
+    content = bytearray(path.read_bytes())
+    content[content.find(torch.arange(1500.0, 1510.0).numpy().tobytes()) + 3] ^= 0x40
+    path.write_bytes(content)
+    tensors = read_torch_file(path)
+    assert_bitwise(tensors["first"].read(), torch.arange(1000.0))
+    with pytest.raises(ConversionError, match=r"state\.pt: is damaged: .* another checksum"):
+        tensors["second"].read()
+
+
 def test_compressed_members_are_refused_before_anything_is_unpacked(tmp_path: Path) -> None:
     torch.save(torch.arange(4.0), tmp_path / "state.pt")
     bomb = with_member(tmp_path / "state.pt", "data.pkl", b"\x00" * 10_000_000, zipfile.ZIP_DEFLATED)

@@ -14,6 +14,7 @@ import os
 import pickle
 import pickletools
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,7 @@ _STAND_IN_PACKAGES = (
 _MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _STREAM_VERSION = 1001
 _NO_FILE = "can not be read as a file of torch.save"
+_CHECKED_AT_ONCE = 2**20
 _LOCAL_HEADER = 30  # bytes of a zip's header before the member's name
 # Of a tensor: more has none, and to multiply the sizes of ten thousand dimensions takes minutes.
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 16, 2**60
@@ -138,12 +140,46 @@ class _Function(_Sealed):
         return self._run(*arguments)
 
 
+def _become_shorter(path: Path | str) -> ConversionError:
+    return ConversionError(f"{path}: ends inside of a tensor; it has become shorter since it was opened")
+
+
+@dataclass(kw_only=True)
+class _Bytes:
+    """What a storage has in a file: `size` bytes from `start` on.
+
+    Attributes:
+        checksum: CRC-32 of all of them, as the archive has it; None where there is none, or once they agreed with it.
+    """
+
+    start: int
+    size: int
+    checksum: int | None = None
+
+    def check(self, file: IO[bytes]) -> None:
+        """Read all of them at the first use: a bit that has flipped would be a weight like any other."""
+        if self.checksum is None:
+            return
+        file.seek(self.start)
+        found, left = 0, self.size
+        while data := file.read(min(left, _CHECKED_AT_ONCE)):
+            found, left = zlib.crc32(data, found), left - len(data)
+        if left:
+            raise _become_shorter(file.name)
+        if found != self.checksum:
+            raise ConversionError(
+                f"{file.name}: is damaged: bytes {self.start} to {self.start + self.size} have another checksum than "
+                "the archive says"
+            )
+        self.checksum = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Storage(_Sealed):
-    """Numbers in a file: `length` of a dtype, from byte `start` on."""
+    """Numbers in a file: `length` of a dtype."""
 
     path: Path
-    start: int
+    place: _Bytes
     dtype: torch.dtype
     length: int
 
@@ -151,10 +187,11 @@ class _Storage(_Sealed):
         """Read the numbers from one on into a contiguous tensor of their type, as many as it has."""
         data = numbers.flatten().view(torch.uint8).numpy().data
         with self.path.open("rb") as file:
-            file.seek(self.start + first * self.dtype.itemsize)
+            self.place.check(file)
+            file.seek(self.place.start + first * self.dtype.itemsize)
             got = file.readinto(data)
         if got != len(data):
-            raise ConversionError(f"{self.path}: ends inside of a tensor; it has become shorter since it was opened")
+            raise _become_shorter(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +306,7 @@ def _read_file(path: Path, start: int, length: int | None) -> Any:
     raise ConversionError("is no file of torch.save: neither a zip archive, nor what torch wrote before 1.6")
 
 
-def _open_archive(window: _Window, start: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
+def _open_archive(window: _Window, start: int) -> tuple[bytes, dict[str, _Bytes]]:
     """The pickle of a zip archive, and where in the file the bytes of each storage are."""
     with zipfile.ZipFile(window) as archive:
         members = {member.filename: member for member in archive.infolist()}
@@ -287,14 +324,16 @@ def _open_archive(window: _Window, start: int) -> tuple[bytes, dict[str, tuple[i
             raise ConversionError("its numbers begin with the high byte, and those of this machine do not")
         program = archive.read(pickles[0])
     storages = {
-        name.removeprefix(f"{root}data/"): (start + _data_offset(window, member), member.file_size)
+        name.removeprefix(f"{root}data/"): _Bytes(
+            start=start + _data_offset(window, member), size=member.file_size, checksum=member.CRC
+        )
         for name, member in members.items()
         if name.startswith(f"{root}data/")
     }
     return program, storages
 
 
-def _open_stream(path: Path, window: _Window, start: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
+def _open_stream(path: Path, window: _Window, start: int) -> tuple[bytes, dict[str, _Bytes]]:
     """The same of a file from before torch 1.6: five pickles, and then each storage after its number of elements.
 
     The pickles are a magic number, a version, facts about the machine, what was saved, and the keys of the storages in
@@ -318,7 +357,7 @@ def _open_stream(path: Path, window: _Window, start: int) -> tuple[bytes, dict[s
         size = count * sizes[key]
         if size < 0 or window.tell() + size > window.length:
             raise ConversionError(f"data/{key} reaches past the end of the file")
-        storages[key] = (start + window.tell(), size)
+        storages[key] = _Bytes(start=start + window.tell(), size=size)
         window.seek(size, os.SEEK_CUR)
     return saved, storages
 
@@ -378,10 +417,10 @@ class _Unpickler(pickle.Unpickler):
 
     Args:
         path: the file.
-        storages: by key, where the bytes of a storage are in the file, and how many.
+        storages: by key, what a storage has in the file.
     """
 
-    def __init__(self, path: Path, program: bytes, storages: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, path: Path, program: bytes, storages: Mapping[str, _Bytes]) -> None:
         _check_instructions(io.BytesIO(program))
         super().__init__(io.BytesIO(program))
         self._path = path
@@ -421,10 +460,10 @@ class _Unpickler(pickle.Unpickler):
             raise ConversionError(f"data/{name} is a part of another storage, which no checkpoint has")
         if name not in self._storages:
             raise ConversionError(f"has no numbers data/{name}, which a tensor refers to")
-        start, size = self._storages[name]
-        if length * dtype.itemsize > size:
-            raise ConversionError(f"data/{name} should hold {length} numbers of {dtype}, and has {size} bytes")
-        return _Storage(path=self._path, start=start, dtype=dtype, length=length)
+        place = self._storages[name]
+        if length * dtype.itemsize > place.size:
+            raise ConversionError(f"data/{name} should hold {length} numbers of {dtype}, and has {place.size} bytes")
+        return _Storage(path=self._path, place=place, dtype=dtype, length=length)
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> LazyTensor:
         """What `torch._utils._rebuild_tensor_v2` does, if all its elements lie in the storage, and no more are there
@@ -456,7 +495,7 @@ class _StorageSizes(_Unpickler):
     def persistent_load(self, key: Any) -> _Storage:
         name, dtype, length = key[2], key[1], key[4]
         self._sizes[name] = dtype.itemsize
-        return _Storage(path=self._path, start=0, dtype=dtype, length=length)
+        return _Storage(path=self._path, place=_Bytes(start=0, size=0), dtype=dtype, length=length)
 
     def sizes(self) -> dict[str, int]:
         self.load()

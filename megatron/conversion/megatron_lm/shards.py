@@ -100,14 +100,22 @@ def assembled(
         chunks: by (chunk, stage), of each tensor-parallel rank.
 
     Raises:
-        ConversionError: a rank lacks what its neighbour has.
+        ConversionError: a rank lacks what its neighbour has, or a stage holds what belongs to another.
     """
     whole: dict[str, LazyTensor] = {}
     before = 0
-    for place in sorted(chunks):
+    places = sorted(chunks)
+    ends = {"embedding.": places[0], "decoder.final_layernorm.": places[-1]}
+    for place in places:
         ranks = chunks[place]
         for kind, tensors in ranks[0].items():
             for name in tensors:
+                for prefix, end in ends.items():
+                    if name.startswith(prefix) and place != end:
+                        raise ConversionError(
+                            f"{kind}.{name} is of pipeline stage {end[1]}, and pipeline stage {place[1]} holds it: the "
+                            "files are not in the folders in which they were saved"
+                        )
                 if name == OUTPUT and config.tied_embeddings:
                     continue  # the copy of the last stage
                 parts = [rank[kind][name] for rank in ranks if name in rank.get(kind, {})]

@@ -7,8 +7,9 @@ iter_0000100/mp_rank_TT/          tensor-parallel rank TT, or mp_rank_TT_PPP wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,25 @@ def _read_ranks(folder: Path) -> list[list[_RankFile]]:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"):
             if file.arguments.get(name) != first.arguments.get(name):
                 raise ConversionError(f"{file.path}: its argument {name} is another than that of {first.path}")
+    _check_places([files[place] for place in sorted(files)])
     return [[files[stage, rank] for rank in range(tensor)] for stage in range(pipeline)]
+
+
+def _check_places(files: Sequence[_RankFile]) -> None:
+    """Refuse files, by stage and tensor-parallel rank, that have been exchanged or copied over each other.
+
+    In each order of ranks those that save grow in this way. Tools that cut a model say 0 for all, or nothing.
+    """
+    ranks = [file.arguments.get("rank") for file in files]
+    cut_by_a_tool = not files[0].arguments.get("perform_initialization", True)
+    if set(ranks) == {None} or (cut_by_a_tool and set(ranks) == {0}):
+        return
+    for (before, file), (earlier, rank) in zip(pairwise(files), pairwise(ranks)):
+        if not (type(earlier) is type(rank) is int and earlier < rank):
+            raise ConversionError(
+                f"{file.path}: was saved by rank {rank}, and {before.path} by rank {earlier}: the files are not in the "
+                "folders in which they were saved"
+            )
 
 
 def _read_rank(path: Path) -> _RankFile:
