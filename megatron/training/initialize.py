@@ -166,8 +166,13 @@ class MegatronContext:
 
 
 def _is_lost_connection(error: RuntimeError) -> bool:
-    """NCCL has an exception of its own; gloo names the file where it was noticed."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+    """NCCL has an exception of its own; gloo names the file where it was noticed.
+
+    Where a rank lives and does not come, the traceback says which collective it keeps waiting: that stays.
+    """
+    text = str(error)
+    late = "timed out" in text.lower() or "timeout" in text.lower()
+    return (isinstance(error, dist.DistError) or "gloo/transport" in text) and not late
 
 
 def _record_for_launcher(text: str) -> None:

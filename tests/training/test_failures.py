@@ -93,6 +93,7 @@ def test_a_bug_keeps_its_traceback(kind: type[Exception]) -> None:
 
 
 LOST = "[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
+LATE = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete"
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,8 @@ LOST = "[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
     [
         (True, LOST, "1", ""),
         (False, LOST, "1", "rank 0 has lost another rank, which has not said why: "),
+        (True, LATE, "Timed out", ""),
+        (False, LATE, "Timed out", ""),
         (True, "a bug", "a bug", ""),
     ],
 )
