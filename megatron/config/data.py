@@ -141,17 +141,19 @@ class DataConfig:
                     works="one prefix; prefixes without weights; or a weight before every prefix",
                 )
 
-    def source_problems(self) -> Iterator[Problem]:
-        """Whether it is said, and once, where the samples of a training run come from."""
+    def source_problems(self, *, trains: bool = True) -> Iterator[Problem]:
+        """Whether it is said, and once, where the samples of a run come from; of one that trains, or evaluates only."""
         parts = [flag_name(name) for name in _PATH_FIELDS[1:] if getattr(self, name)]
-        yield from self._origin_problems(parts)
-        if parts and not self.train_data_path and not self.data_path and not self.mock_data:
+        yield from self._origin_problems(parts, "train on" if trains else "evaluate")
+        if not trains:
+            yield from self._evaluation_problems(parts)
+        elif parts and not self.train_data_path and not self.data_path and not self.mock_data:
             yield Problem(
                 flags=("--train-data-path", *parts),
                 rule=f"there is nothing to train on: {' and '.join(parts)} give the other parts",
                 works="--train-data-path PREFIX",
             )
-        elif not parts and _train_share(self) == 0:
+        elif not parts and _shares(self)[0] == 0:
             yield Problem(
                 flags=("--split",),
                 value=self.split,
@@ -159,7 +161,23 @@ class DataConfig:
                 works=f"--split {DEFAULT_SPLIT.replace(' ', '')} or --split 100,0,0",
             )
 
-    def _origin_problems(self, parts: Sequence[str]) -> Iterator[Problem]:
+    def _evaluation_problems(self, parts: Sequence[str]) -> Iterator[Problem]:
+        """What leaves a run nothing that only evaluates."""
+        if parts == ["--train-data-path"] and not self.data_path and not self.mock_data:
+            yield Problem(
+                flags=("--valid-data-path", "--test-data-path", *parts),
+                rule="there is nothing to evaluate: --train-data-path gives the other part",
+                works="--valid-data-path PREFIX or --test-data-path PREFIX",
+            )
+        elif not parts and not any(_shares(self)[1:]):
+            yield Problem(
+                flags=("--split",),
+                value=self.split,
+                rule="there is nothing to evaluate: the shares of validation and test are 0",
+                works=f"--split {DEFAULT_SPLIT.replace(' ', '')} or --split 0,100,0",
+            )
+
+    def _origin_problems(self, parts: Sequence[str], use: str) -> Iterator[Problem]:
         """Whether samples come from exactly one of: a blend that is divided, a blend for each part, mock data."""
         if self.mock_data:
             for name in ["--data-path"] * bool(self.data_path) + list(parts):
@@ -175,11 +193,12 @@ class DataConfig:
                 works="--data-path with --split, or one path for each part",
             )
         elif not self.data_path and not parts:
+            part = "--train-data-path" if use == "train on" else "--valid-data-path"
             yield Problem(
-                flags=("--data-path", "--train-data-path", "--mock-data"),
-                rule="there is nothing to train on",
+                flags=("--data-path", part, "--mock-data"),
+                rule=f"there is nothing to {use}",
                 works="--data-path PREFIX (of PREFIX.bin and PREFIX.idx, made by tools/preprocess_data.py), "
-                "--train-data-path PREFIX, or --mock-data",
+                f"{part} PREFIX, or --mock-data",
             )
         if parts and not self.data_path and self.split is not None:
             yield Problem(
@@ -207,11 +226,11 @@ class DataConfig:
                     )
 
 
-def _train_share(data: DataConfig) -> float:
+def _shares(data: DataConfig) -> tuple[float, float, float]:
     try:
-        return data.split_weights[0]
+        return data.split_weights
     except ValueError:  # which is reported already
-        return 1.0
+        return 1 / 3, 1 / 3, 1 / 3
 
 
 def parse_split(text: str) -> tuple[float, float, float]:

@@ -203,7 +203,7 @@ class MegatronConfig:
             if check_files:
                 found += self.tokenizer.file_problems()
         if purpose == "training":
-            found += self.data.source_problems()
+            found += self.data.source_problems(trains=not self.training.skip_train)
             found += self.training.horizon_problems()
             found += _residual_problems(self)
             found += _gather_problems(self)

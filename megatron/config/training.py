@@ -62,7 +62,10 @@ class TrainingConfig:
             at_least=1,
         ),
     )
-    skip_train: bool = field(default=False, metadata=flag("Do not train; evaluate on the validation and test data."))
+    skip_train: bool = field(
+        default=False,
+        metadata=flag("Do not train; evaluate on the validation and test data, the only ones that are then needed."),
+    )
     exit_interval: int | None = field(
         default=None, metadata=flag("Stop at the next iteration divisible by this; save before.", at_least=1)
     )

@@ -23,7 +23,7 @@ from megatron.data.splits import Split, normalize, split_ranges
 logger = logging.getLogger(__name__)
 
 Requested = int | Sequence[int] | None
-"""Samples wanted of a split: a number; the sizes of its blocks; None for one pass over it."""
+"""Samples wanted of a split: a number; the sizes of its blocks, none for no dataset; None for one pass over it."""
 
 GPTDatasets = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]
 
@@ -174,13 +174,14 @@ def build_gpt_datasets(
         eod: end-of-document id, for mock data.
 
     Returns:
-        (train, valid, test); None for a split that has no data by choice (a share of 0, or no path).
+        (train, valid, test); None for a split that has no data by choice (a share of 0, no path, or no block).
 
     Raises:
         UserError: a split can not give the samples requested of it.
         IndexedDatasetError: a file is missing or damaged.
     """
-    assert not (problems := [*data.problems(), *data.source_problems()]), problems
+    trains = _wanted(num_samples[0])
+    assert not (problems := [*data.problems(), *data.source_problems(trains=trains)]), problems
     recipe = _Recipe(data=data, shape=shape, vocab_size=vocab_size)
     own = [parse_blend(path) for path in (data.train_data_path, data.valid_data_path, data.test_data_path)]
     if any(own):
@@ -197,7 +198,7 @@ def _build_own(
     """Each split from a blend of its own, whole."""
 
     def build(split: Split, blend: Blend | None, requested: Requested) -> SampleDataset | None:
-        if blend is None:
+        if blend is None or not _wanted(requested):
             return None
         sources = [recipe.open(prefix) for prefix in blend.prefixes]
         elements = [range(len(source)) for source in sources]
@@ -227,7 +228,7 @@ def _build_shared(
 
     def build(number: int, split: Split, requested: Requested) -> SampleDataset | None:
         elements = [parts for of_source in ranges if (parts := of_source[number]) is not None]
-        if not elements:
+        if not elements or not _wanted(requested):
             return None
         if shared is None or (len(sources) == 1 and shared.weights is None):
             return _blocks(requested, seed, lambda n, s: recipe.dataset(sources[0], split, elements[0], n, s, share))
@@ -235,6 +236,10 @@ def _build_shared(
 
     train, valid, test = (build(number, *one) for number, one in enumerate(zip(Split, num_samples)))
     return train, valid, test
+
+
+def _wanted(requested: Requested) -> bool:
+    return requested is None or isinstance(requested, int) or len(requested) > 0
 
 
 def _blocks(requested: Requested, seed: int, build: Callable[[int | None, int], SampleDataset]) -> SampleDataset:

@@ -64,7 +64,7 @@ def open_checkpoint(context: MegatronContext) -> Checkpoint | None:
     if wanted.use_checkpoint_opt_param_scheduler and goes_on(checkpoint, config):
         changes = [change for change in changes if change.flag not in SCHEDULE_FLAGS]
     refused = {"tensors": "model", "model": "model", "data": "data"}
-    if not goes_on(checkpoint, config):
+    if not _goes_on_in_data(checkpoint, config):
         del refused["data"]
     if wanted.load_partial:  # the tensors themselves are compared when they are loaded
         del refused["tensors"]
@@ -88,6 +88,11 @@ def goes_on(checkpoint: Checkpoint, config: MegatronConfig) -> bool:
     Otherwise it takes the weights alone: `--finetune` asks for that, and a converted model may have nothing else.
     """
     return not config.checkpoint.finetune and "progress" in checkpoint.metadata
+
+
+def _goes_on_in_data(checkpoint: Checkpoint, config: MegatronConfig) -> bool:
+    """Whether the position of a training in its data is gone on from. A trained model is evaluated on any."""
+    return goes_on(checkpoint, config) and not config.training.skip_train
 
 
 def progress_of(checkpoint: Checkpoint | None, config: MegatronConfig) -> Progress:
@@ -141,9 +146,9 @@ def load_run(run: Run, checkpoint: Checkpoint) -> None:
     wanted = run.config.checkpoint
     resumes = goes_on(checkpoint, run.config)
     with_optimizer = wanted.load_optim and resumes
-    if resumes:
+    if _goes_on_in_data(checkpoint, run.config):
         _check_data(run, checkpoint)
-    elif not wanted.finetune:
+    elif not resumes and not wanted.finetune:
         run.say(
             f"  {checkpoint.folder} holds a model without a training: this one starts at iteration 0, as --finetune"
         )

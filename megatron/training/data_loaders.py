@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.megatron_config import MegatronConfig
 from megatron.data.blended_dataset import extend_blocks
 from megatron.data.loader import MicrobatchLoader
 from megatron.data.sample_dataset import SampleDataset, TokenSource
@@ -23,7 +24,7 @@ class SampleCounts:
 
     Attributes:
         train: the number asked for at the start, and one more for each resume that asked for more. The order of the
-            data depends on these numbers, as in Megatron-LM, so they are kept in checkpoints.
+            data depends on these numbers, as in Megatron-LM, so they are kept in checkpoints. None with `--skip-train`.
         valid, test: 0 when nothing is evaluated.
     """
 
@@ -37,12 +38,13 @@ class Datasets:
     """Numbered samples of each split, and what makes a batch of some of them.
 
     Attributes:
-        train, valid, test: anything with `len` and `[number]`; None where there is no data by choice.
+        train, valid, test: anything with `len` and `[number]`; None where there is no data by choice. With
+            `--skip-train` no training data is read.
         collate: (samples, their positions in the order of the run) -> a micro-batch.
         sources: what the samples are cut from. A checkpoint keeps their fingerprints, and is not resumed with others.
     """
 
-    train: SampleDataset
+    train: SampleDataset | None
     valid: SampleDataset | None
     test: SampleDataset | None
     collate: Callable[[Sequence[Any], Sequence[int]], Microbatch]
@@ -59,7 +61,7 @@ def sample_counts(
     training = context.config.training
     batch = batch_sizes.global_batch_size
     wanted = training.train_samples or batch_sizes.samples_after(train_iters)
-    train = extend_blocks(progress.train_blocks, wanted)
+    train = () if training.skip_train else extend_blocks(progress.train_blocks, wanted)
     evaluated = max(training.eval_iters, 0) * batch
     return SampleCounts(train=train, valid=training.evaluations(train_iters) * evaluated, test=evaluated)
 
@@ -82,7 +84,8 @@ def build_loaders(
             f"training data: {counts.train[-1]:,} more samples are appended to the {sum(counts.train[:-1]):,} of "
             "before, whose order stays"
         )
-    progress.train_blocks = list(counts.train)
+    if counts.train:
+        progress.train_blocks = list(counts.train)
     datasets = provider(context, vocabulary, counts)
 
     def loader(dataset: SampleDataset, order: SampleOrder) -> Loader:
@@ -101,14 +104,19 @@ def build_loaders(
             return None
         return loader(dataset, SequentialOrder(len(dataset), wrap=True, name=name))
 
-    train_order: SampleOrder
-    if config.data.dataloader_type == "cyclic":
-        train_order = CyclicOrder(len(datasets.train), seed=config.training.seed)
-    else:
-        train_order = SequentialOrder(len(datasets.train))
+    train = None
+    if counts.train:
+        assert datasets.train is not None  # the configuration has refused a run with nothing to train on
+        train = loader(datasets.train, _train_order(config, len(datasets.train)))
     return Loaders(
-        train=loader(datasets.train, train_order),
+        train=train,
         valid=evaluation(datasets.valid, counts.valid, "validation"),
         test=evaluation(datasets.test, counts.test, "test"),
         sources=datasets.sources,
     )
+
+
+def _train_order(config: MegatronConfig, size: int) -> SampleOrder:
+    if config.data.dataloader_type == "cyclic":
+        return CyclicOrder(size, seed=config.training.seed)
+    return SequentialOrder(size)

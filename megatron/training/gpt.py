@@ -39,7 +39,6 @@ def gpt_datasets(context: MegatronContext, vocabulary: Vocabulary, counts: Sampl
         vocab_size=vocabulary.size,
         eod=tokenizer.eod,
     )
-    assert train is not None  # the configuration has refused a run with nothing to train on
     return Datasets(
         train=train,
         valid=valid,

@@ -51,13 +51,13 @@ class Loader(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Loaders:
-    """Of the three splits; None where there is no data or nothing asks for it.
+    """Of the three splits; None where there is no data or nothing asks for it, as for training with `--skip-train`.
 
     Attributes:
         sources: what the samples are cut from.
     """
 
-    train: Loader
+    train: Loader | None
     valid: Loader | None
     test: Loader | None
     sources: Sequence[TokenSource] = ()

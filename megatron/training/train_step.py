@@ -81,6 +81,7 @@ def _begin(run: Run) -> Begun:
     """Read the next global batch."""
     start, consumed = time.perf_counter(), run.progress.consumed_train_samples
     batch = run.batch_sizes.at(consumed)
+    assert run.loaders.train is not None  # without it nothing is trained
     with run.timers("batch-generator"):
         read = run.loaders.train.microbatches(consumed, batch.num_microbatches)
         counts = global_counts(read, run.state.data_context, run.device)

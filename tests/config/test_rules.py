@@ -364,6 +364,14 @@ REFUSED = [
     ("--timing-log-level 3", "", None, ["--timing-log-level 3", "at least 0 and at most 2", "--timing-log-level 2"]),
     ("--log-timers-to-tensorboard", "", None, ["--log-timers-to-tensorboard", "--tensorboard-dir DIR"]),
     ("--exit-signal SIGINT", "", None, ["--exit-signal SIGINT", "--exit-signal-handler"]),
+    ("--skip-train", "--mock-data", None, ["--data-path", "nothing to evaluate", "--valid-data-path PREFIX"]),
+    (
+        "--skip-train --train-data-path a",
+        "--mock-data",
+        None,
+        ["--valid-data-path", "nothing to evaluate: --train-data-path gives the other part"],
+    ),
+    ("--skip-train --split 1", "", None, ["--split 1", "nothing to evaluate: the shares of validation and test are 0"]),
     ("--skip-train --eval-iters 0", "", None, ["--eval-iters 0: leaves nothing to do", "--eval-iters 100"]),
     ("--eval-iters -2", "", None, ["--eval-iters -2", "at least -1", "--eval-iters -1"]),
     ("--seed -1", "", None, ["--seed -1", "at least 0", "--seed 0"]),
@@ -537,6 +545,11 @@ def test_a_batch_ramp_that_cannot_be_is_refused(
 
 def test_a_run_without_training_needs_no_samples_for_a_step(parse: Parse) -> None:
     parse("--skip-train --train-samples 1", without="--train-iters")
+
+
+@pytest.mark.parametrize("line", ["--valid-data-path a", "--test-data-path a", "--mock-data --split 0,1,0"])
+def test_a_run_that_only_evaluates_needs_no_training_data(parse: Parse, line: str) -> None:
+    parse(f"--skip-train {line}", without="--mock-data")
 
 
 def test_a_batch_ramp_counts_samples(refused: Refused) -> None:

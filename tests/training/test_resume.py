@@ -240,6 +240,19 @@ def test_skip_train_evaluates_what_was_loaded_and_trains_nothing(tmp_path: Path)
     assert run.progress.iteration == 3
 
 
+def test_skip_train_reads_what_is_evaluated_alone_whatever_the_training_read(tmp_path: Path) -> None:
+    for name in ("read", "other"):
+        (tmp_path / name).mkdir()
+    trained("--save", str(tmp_path / "saved"), *corpus(tmp_path / "read", [50] * 10))
+    other = corpus(tmp_path / "other", [60] * 10, first=7)
+    run, recorder = trained(
+        *("--skip-train", "--load", str(tmp_path / "saved"), *other, "--split", "0,1,0", "--eval-iters", "1")
+    )
+    assert run.loaders.train is None
+    assert run.progress.iteration == 3
+    assert [split for split, _, _ in recorder.evaluations] == ["validation"]
+
+
 # ---- what is taken over ----
 
 

@@ -104,6 +104,7 @@ def measure(name: str, *, bf16: bool, turns: int, profiled_rows: int) -> Result:
     )
     plain = PlainGPT(size)
     parameters = copy_weights(run, plain, size)
+    assert run.loaders.train is not None
     read = [run.loaders.train.microbatches(index * size.micro_batch, 1)[0] for index in range(16)]
     batches = [(batch.tokens, batch.labels) for batch in cast("list[GPTBatch]", read)]
     trainers = {"framework": framework_trainer(run), "plain": plain_trainer(plain, batches, bf16=bf16)}
