@@ -42,6 +42,7 @@ from megatron.conversion.settings import (
 )
 from megatron.conversion.transforms import (
     GATE_AND_UP,
+    IN_HALVES,
     PACKED_QUERY_KEY_VALUE,
     QUERY_KEY_VALUE,
     SAME,
@@ -134,9 +135,14 @@ class Family:
 
 
 def _effective(model: TransformerConfig) -> TransformerConfig:
-    """The same model, where two values of a field mean the same with one of them."""
+    """The same model, where two values of a field mean the same with one of them.
+
+    Which channels of a head turn together is where its weights lie, and all families with rotary positions have them
+    put in order (`IN_HALVES`).
+    """
     return replace(
         model,
+        rotary_interleaved=False,
         window_size=None if window_of(model) is None else model.window_size,
         add_qkv_bias=model.add_qkv_bias or model.add_bias_linear,
     )
@@ -239,8 +245,16 @@ def _llama_names(
         Match(ours="embedding.word_embeddings.weight", theirs=("model.embed_tokens.weight",)),
         Match(ours=ours + "input_layernorm.weight", theirs=(theirs + "input_layernorm.weight",)),
         Match(ours=ours + "self_attention.linear_qkv.{kind}", theirs=projections, transform=transform),
-        Match(ours=ours + "self_attention.q_layernorm.weight", theirs=(theirs + "self_attn.q_norm.weight",)),
-        Match(ours=ours + "self_attention.k_layernorm.weight", theirs=(theirs + "self_attn.k_norm.weight",)),
+        Match(
+            ours=ours + "self_attention.q_layernorm.weight",
+            theirs=(theirs + "self_attn.q_norm.weight",),
+            transform=IN_HALVES,
+        ),
+        Match(
+            ours=ours + "self_attention.k_layernorm.weight",
+            theirs=(theirs + "self_attn.k_norm.weight",),
+            transform=IN_HALVES,
+        ),
         Match(ours=ours + "self_attention.linear_proj.{kind}", theirs=(theirs + "self_attn.o_proj.{kind}",)),
         Match(ours=ours + "pre_mlp_layernorm.weight", theirs=(theirs + "post_attention_layernorm.weight",)),
         Match(ours=ours + "mlp.linear_fc1.{kind}", theirs=gate_and_up, transform=GATE_AND_UP),

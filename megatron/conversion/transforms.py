@@ -45,6 +45,35 @@ def _by_kind(ours: Tensor, config: TransformerConfig) -> tuple[Tensor, ...]:
     return tuple(part.flatten(0, 1) for part in torch.split(grouped, rows, dim=1))
 
 
+def _reordered(rows: Tensor, config: TransformerConfig, pairs: tuple[int, int]) -> Tensor:
+    """The channels of each head in another order: those that turn, as a matrix of this shape, are transposed.
+
+    Args:
+        rows: channels of some heads, [heads x d, …].
+        pairs: (-1, 2), where they lie as --rotary-interleaved has them, or (2, -1), where as halves.
+    """
+    if not config.rotary_interleaved:
+        return rows
+    heads = rows.reshape(-1, config.head_dim, *rows.shape[1:])  # [heads, d, …]
+    turned, passed = heads[:, : config.rotary_dim], heads[:, config.rotary_dim :]
+    matrices = turned.reshape(len(heads), *pairs, *rows.shape[1:])  # [heads, r/2, 2, …] or [heads, 2, r/2, …]
+    return torch.cat((matrices.transpose(1, 2).flatten(1, 2), passed), dim=1).flatten(0, 1)
+
+
+_from_halves = partial(_reordered, pairs=(2, -1))
+_in_halves = partial(_reordered, pairs=(-1, 2))
+
+
+def _by_group_from_halves(parts: Sequence[Tensor], config: TransformerConfig) -> Tensor:
+    queries, keys, values = parts
+    return _by_group([_from_halves(queries, config), _from_halves(keys, config), values], config)
+
+
+def _by_kind_in_halves(ours: Tensor, config: TransformerConfig) -> tuple[Tensor, ...]:
+    queries, keys, values = _by_kind(ours, config)
+    return _in_halves(queries, config), _in_halves(keys, config), values
+
+
 def _from_packed(parts: Sequence[Tensor], config: TransformerConfig) -> Tensor:
     (packed,) = parts
     keys = config.query_groups * config.head_dim
@@ -55,8 +84,14 @@ SAME = Transform(join=lambda parts, config: parts[0], split=lambda ours, config:
 GATE_AND_UP = Transform(
     join=lambda parts, config: torch.cat(tuple(parts)), split=lambda ours, config: tuple(ours.chunk(2))
 )
-# Queries, keys and values as three matrices, and as one with all queries above all keys above all values.
-QUERY_KEY_VALUE = Transform(join=_by_group, split=_by_kind)
+# Channels of heads, of which theirs turn in pairs (i, i + r/2), and ours, with --rotary-interleaved, (2i, 2i + 1).
+IN_HALVES = Transform(
+    join=lambda parts, config: _from_halves(parts[0], config),
+    split=lambda ours, config: (_in_halves(ours, config),),
+)
+# Queries, keys and values as three matrices, the first two with channels in halves; and as one, without rotary
+# positions, with all queries above all keys above all values.
+QUERY_KEY_VALUE = Transform(join=_by_group_from_halves, split=_by_kind_in_halves)
 PACKED_QUERY_KEY_VALUE = Transform(join=_from_packed, split=lambda ours, config: (torch.cat(_by_kind(ours, config)),))
 
 

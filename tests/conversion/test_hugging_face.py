@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron.config.transformer import TransformerConfig
 from megatron.conversion import hugging_face
 from megatron.conversion.hugging_face import read_hugging_face, write_hugging_face
 from megatron.conversion.portable import ConversionError, in_dtype
+from megatron.conversion.transforms import IN_HALVES, QUERY_KEY_VALUE
 from tests.conversion.models import FAMILIES, batch, built, in_float64, logits_of, made, save, save_tensors
 from tests.helpers.numerics import assert_all_reference, assert_bitwise, assert_reference
 
@@ -68,6 +71,44 @@ def test_transformers_reads_what_is_written(family: str, tmp_path: Path) -> None
     tokens, _, _ = batch()
     assert_bitwise(logits_of(again.eval(), tokens), logits_of(reference.eval(), tokens), "logits")
     assert again.generation_config.eos_token_id == 2
+
+
+@pytest.mark.parametrize("family", ["llama 3.2", "llama with biases", "qwen2", "qwen3"])
+def test_neighbours_that_turn_together_are_put_into_halves(family: str, tmp_path: Path) -> None:
+    """With --rotary-interleaved the same weights are another model, which theirs computes with its rows in order."""
+    model = read_hugging_face(save(made(family, torch.float64), tmp_path / "theirs"))
+    model = replace(model, config=replace(model.config, rotary_interleaved=True))
+    write_hugging_face(model, tmp_path / "ours")
+    tokens, positions, _ = batch()
+    reference = in_float64(AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float64).eval())
+    expected = built(model, torch.float64)(tokens, positions)
+    assert_reference(logits_of(reference, tokens), expected, "logits")
+    again = read_hugging_face(tmp_path / "ours")
+    assert again.config == replace(model.config, rotary_interleaved=False)
+    assert_reference(built(again, torch.float64)(tokens, positions), expected, "logits")
+
+
+def test_rows_of_neighbours_are_put_into_halves_and_back_bit_for_bit(tmp_path: Path) -> None:
+    """2 heads of width 6, of which 4 channels turn, over 1 group."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=12,
+        num_attention_heads=2,
+        group_query_attention=True,
+        position_embedding_type="rope",
+        rotary_percent=0.7,
+        rotary_interleaved=True,
+    )
+    order = torch.tensor([0, 2, 1, 3, 4, 5])
+    rows = torch.arange(4 * 6)
+    for ours in (rows, rows[:, None].expand(-1, 3)):
+        theirs = QUERY_KEY_VALUE.split(ours, config)
+        for part, expected in zip(theirs, (torch.cat((order, 6 + order)), 12 + order, 18 + torch.arange(6))):
+            assert_bitwise(part if part.dim() == 1 else part[:, 0].contiguous(), expected)
+        assert_bitwise(QUERY_KEY_VALUE.join(theirs, config), ours.contiguous())
+    (norm,) = IN_HALVES.split(rows[:6], config)
+    assert_bitwise(norm, order)
+    assert_bitwise(IN_HALVES.join([norm], config), rows[:6])
 
 
 def test_a_tied_head_is_not_written_and_counted_once(tmp_path: Path) -> None:
