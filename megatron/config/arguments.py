@@ -507,12 +507,22 @@ def _extra_options(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def add_to_parser(parser: argparse.ArgumentParser | argparse._ArgumentGroup, options: Iterable[Option]) -> None:
-    """Give a tool some options of a section, which it reads and explains as a training does; no switches.
+    """Give a tool some options of a section, which it reads and explains as a training does.
 
     What a value is allowed to be is for `section_problems` to say, with the rules between fields.
     """
     for option in options:
-        assert option.kind != "switch" and option.flag.words == 1
+        if option.kind == "switch":
+            for name in (option.name, option.off_name):
+                parser.add_argument(
+                    name,
+                    dest=option.field,
+                    action="store_true" if name == option.name else "store_false",
+                    default=option.default,
+                    help=flag_help(option) if name == option.shown else argparse.SUPPRESS,
+                )
+            continue
+        assert option.flag.words == 1
         parser.add_argument(
             option.name,
             *option.flag.aliases,

@@ -419,7 +419,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--tokenizer-type with --tokenizer-model, or --vocab-file and --merge-file",
         "--tokenizer-metadata --tokenizer-special-tokens --tokenizer-sentencepiece-legacy "
         "--no-tokenizer-sentencepiece-ignore-extra-whitespaces --legacy-tokenizer "
-        "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces --tokenizer-hf-* --trust-remote-code "
+        "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces --tokenizer-hf-no-use-fast --trust-remote-code "
         "--tiktoken-* --chat-template --use-gigatoken --vocab-extra-ids --tokenizer-model-type "
         "--cache-dir",
     ),

@@ -17,6 +17,8 @@ TokenizerType = Literal[
     "GPTSentencePieceTokenizer",
     "Llama2Tokenizer",
     "HuggingFaceTokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
     "ByteTokenizer",
     "NullTokenizer",
 ]
@@ -27,6 +29,8 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "GPTSentencePieceTokenizer": ("tokenizer_model",),
     "Llama2Tokenizer": ("tokenizer_model",),
     "HuggingFaceTokenizer": ("tokenizer_model",),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
     "ByteTokenizer": (),
     "NullTokenizer": ("vocab_size",),
 }
@@ -43,8 +47,6 @@ class TokenizerConfig:
             "Kind of tokenizer.",
             affects="data",
             later=(
-                "BertWordPieceLowerCase",
-                "BertWordPieceCase",
                 "BertWordPieceTokenizer",
                 "TikTokenizer",
                 "MultimodalTokenizer",
@@ -54,7 +56,7 @@ class TokenizerConfig:
         )
     )
     vocab_file: str | None = field(
-        default=None, metadata=flag("Vocabulary of GPT2BPETokenizer (JSON).", metavar="FILE")
+        default=None, metadata=flag("vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece*.", metavar="FILE")
     )
     merge_file: str | None = field(default=None, metadata=flag("Merges of GPT2BPETokenizer.", metavar="FILE"))
     tokenizer_model: str | None = field(
@@ -63,6 +65,15 @@ class TokenizerConfig:
             "SentencePiece .model, or tokenizer.json (or its folder) of HuggingFaceTokenizer.",
             aliases=("--tokenizer-path",),
             metavar="FILE",
+        ),
+    )
+    tokenizer_hf_include_special_tokens: bool = field(
+        default=True,
+        metadata=flag(
+            "Keep the special tokens that BertWordPiece* and HuggingFaceTokenizer put round a text.",
+            off="--tokenizer-hf-no-include-special-tokens",
+            off_help="Leave out what BertWordPiece* and HuggingFaceTokenizer put round a text ([CLS] ... [SEP]).",
+            affects="data",
         ),
     )
     vocab_size: int | None = field(

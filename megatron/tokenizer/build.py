@@ -8,6 +8,7 @@ from megatron.tokenizer.plain_tokenizers import ByteTokenizer, NullTokenizer
 from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.tokenizer.tokenizers_tokenizer import gpt2_bpe_tokenizer, huggingface_tokenizer
+from megatron.tokenizer.wordpiece_tokenizer import wordpiece_tokenizer
 
 
 def _sentencepiece(config: TokenizerConfig) -> Tokenizer:
@@ -23,7 +24,19 @@ def _gpt2_bpe(config: TokenizerConfig) -> Tokenizer:
 
 def _huggingface(config: TokenizerConfig) -> Tokenizer:
     assert config.tokenizer_model is not None
-    return huggingface_tokenizer(config.tokenizer_model)
+    return huggingface_tokenizer(
+        config.tokenizer_model, include_special_tokens=config.tokenizer_hf_include_special_tokens
+    )
+
+
+def _wordpiece(config: TokenizerConfig) -> Tokenizer:
+    assert config.vocab_file is not None
+    return wordpiece_tokenizer(
+        config.vocab_file,
+        name=config.tokenizer_type,
+        lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
+        include_special_tokens=config.tokenizer_hf_include_special_tokens,
+    )
 
 
 def _null(config: TokenizerConfig) -> Tokenizer:
@@ -41,6 +54,8 @@ _BUILDERS: dict[TokenizerType, Callable[[TokenizerConfig], Tokenizer]] = {
     "Llama2Tokenizer": _sentencepiece,
     "GPT2BPETokenizer": _gpt2_bpe,
     "HuggingFaceTokenizer": _huggingface,
+    "BertWordPieceLowerCase": _wordpiece,
+    "BertWordPieceCase": _wordpiece,
     "NullTokenizer": _null,
     "ByteTokenizer": _byte,
 }

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from megatron.config.problems import UserError
-from megatron.tokenizer.tokenizer import check_text, digest
+from megatron.tokenizer.tokenizer import WithoutSentencePairs, check_text, digest
 
 
-class NullTokenizer:
+class NullTokenizer(WithoutSentencePairs):
     """Text that is token ids already: "17 4 256" is [17, 4, 256].
 
     Args:
@@ -42,7 +42,7 @@ class NullTokenizer:
         return int(word)
 
 
-class ByteTokenizer:
+class ByteTokenizer(WithoutSentencePairs):
     """The 256 bytes of UTF-8 and, as id 256, the end of a document, which does not show in decoded text."""
 
     name = "ByteTokenizer"

@@ -6,7 +6,7 @@ from pathlib import Path
 from sentencepiece import SentencePieceProcessor
 
 from megatron.config.problems import UserError
-from megatron.tokenizer.tokenizer import check_text, digest, read_tokenizer_file
+from megatron.tokenizer.tokenizer import WithoutSentencePairs, check_text, digest, read_tokenizer_file
 
 # SentencePiece writes a space as U+2581 and reads every U+2581 back as a space, so a text that has the
 # character itself does not survive. A model with this control symbol (tools/train_tokenizer.py makes such)
@@ -18,7 +18,7 @@ LITERAL_SPACE_SYMBOL = "<|u2581|>"
 END_OF_DOCUMENT_PIECES = ("<|endoftext|>", "</s>", "<eod>", "<EOD>")
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(WithoutSentencePairs):
     """A SentencePiece model as it is in its file: no token is added to it, and ids come from the model.
 
     Args:

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron.config.problems import UserError
 
 
@@ -36,6 +39,22 @@ class Tokenizer(Protocol):
     def pad(self) -> int | None:
         """Id of padding, None when the vocabulary has none."""
 
+    @property
+    def cls(self) -> int | None:
+        """Id that stands before a pair of sentences (BERT's [CLS]), None when the vocabulary has none."""
+
+    @property
+    def sep(self) -> int | None:
+        """Id that ends each sentence of a pair (BERT's [SEP]), None when the vocabulary has none."""
+
+    @property
+    def mask(self) -> int | None:
+        """Id of a token to be guessed (BERT's [MASK]), None when the vocabulary has none."""
+
+    @property
+    def continues_word(self) -> npt.NDArray[np.bool_] | None:
+        """[vocab_size], True where a WordPiece continues a word ("##..."); None for tokenizers of another kind."""
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without EOD; only what the tokenizer's own files ask for is added.
 
@@ -48,6 +67,15 @@ class Tokenizer(Protocol):
 
     def fingerprint(self) -> str:
         """Hex digest of everything the ids depend on: equal fingerprints, equal ids. Paths take no part."""
+
+
+class WithoutSentencePairs:
+    """What the vocabularies say that know nothing of BERT's pairs of sentences."""
+
+    cls: int | None = None
+    sep: int | None = None
+    mask: int | None = None
+    continues_word: npt.NDArray[np.bool_] | None = None
 
 
 def digest(*parts: str | bytes) -> str:

@@ -4,9 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron.config.problems import UserError
@@ -25,9 +27,11 @@ class TokenizersTokenizer:
 
     Args:
         backend: the library's tokenizer; changed in place.
-        special: which token is "eos", "pad"; a token not in the vocabulary is an error.
+        special: which token is "eos", "pad", "cls", "sep", "mask"; a token not in the vocabulary is an error.
         eod_error: why there is no EOD, when `special` has no "eos".
         source: where it came from, for messages: flag and path.
+        include_special_tokens: whether to add what the post-processor adds.
+        fingerprint: of the files.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class TokenizersTokenizer:
         special: Mapping[str, str],
         eod_error: str,
         source: str,
+        include_special_tokens: bool,
         fingerprint: str,
     ) -> None:
         backend.no_truncation()
@@ -50,7 +55,12 @@ class TokenizersTokenizer:
         self._eod = ids.get("eos")
         self._eod_error = eod_error
         self.pad = ids.get("pad")
-        self._fingerprint = fingerprint
+        self.cls = ids.get("cls")
+        self.sep = ids.get("sep")
+        self.mask = ids.get("mask")
+        self.continues_word = self._find_continuations()
+        self._include_special_tokens = include_special_tokens
+        self._fingerprint = digest(fingerprint, str(include_special_tokens))
 
     @property
     def eod(self) -> int:
@@ -60,13 +70,24 @@ class TokenizersTokenizer:
 
     def encode(self, text: str) -> list[int]:
         # The batch call of one text gives the ids of `encode` without its character offsets, a third faster.
-        return list(self._backend.encode_batch_fast([check_text(text)])[0].ids)
+        texts = [check_text(text)]
+        (encoding,) = self._backend.encode_batch_fast(texts, add_special_tokens=self._include_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode([int(token) for token in ids], skip_special_tokens=False))
 
     def fingerprint(self) -> str:
         return self._fingerprint
+
+    def _find_continuations(self) -> npt.NDArray[np.bool_] | None:
+        model = self._backend.model
+        if not isinstance(model, WordPiece):
+            return None
+        continues = np.zeros(self.vocab_size, dtype=np.bool_)
+        for token, index in self._backend.get_vocab(with_added_tokens=False).items():
+            continues[index] = token.startswith(model.continuing_subword_prefix)
+        return continues
 
     def _require(self, token: str, role: str, source: str) -> int:
         found = self._backend.token_to_id(token)
@@ -115,15 +136,16 @@ def gpt2_bpe_tokenizer(vocab_file: str | Path, merge_file: str | Path) -> Tokeni
         special={"eos": GPT2_END_OF_TEXT},
         eod_error="",
         source=source,
+        include_special_tokens=True,
         fingerprint=digest("gpt2-bpe", vocab, merges),
     )
 
 
-def huggingface_tokenizer(path: str | Path) -> TokenizersTokenizer:
+def huggingface_tokenizer(path: str | Path, *, include_special_tokens: bool = True) -> TokenizersTokenizer:
     """A `tokenizer.json`, or the folder that holds one; never a name on a hub.
 
-    EOD is the eos_token of `tokenizer_config.json` or `special_tokens_map.json` beside the file; without them
-    it is the one well-known end token of the vocabulary, when there is exactly one.
+    EOD is the eos_token of `tokenizer_config.json` or `special_tokens_map.json` beside the file; without it the
+    one well-known end token of the vocabulary, when there is exactly one; without any the sep_token of those files.
 
     Raises:
         UserError: no such file, or files that disagree with each other.
@@ -152,6 +174,8 @@ def huggingface_tokenizer(path: str | Path) -> TokenizersTokenizer:
         found = [token for token in END_OF_DOCUMENT_TOKENS if backend.token_to_id(token) is not None]
         if len(found) == 1:
             special["eos"] = found[0]
+        elif not found and "sep" in special:
+            special["eos"] = special["sep"]
         eod_error = (
             f"--tokenizer-model {file} does not say which token ends a document: "
             f"{'it has ' + ' and '.join(found) if found else 'none of the usual ones is in it'}; "
@@ -163,6 +187,7 @@ def huggingface_tokenizer(path: str | Path) -> TokenizersTokenizer:
         special=special,
         eod_error=eod_error,
         source=f"--tokenizer-model {file}",
+        include_special_tokens=include_special_tokens,
         fingerprint=digest("tokenizers", content, *(part for pair in sorted(beside.items()) for part in pair)),
     )
 
@@ -177,7 +202,7 @@ def _declared_special_tokens(folder: Path, files: Mapping[str, bytes]) -> dict[s
             declared = json.loads(files[name])
         except ValueError as error:
             raise UserError(f"--tokenizer-model: {folder / name} is not JSON ({error})") from None
-        for role in ("eos", "pad"):
+        for role in ("eos", "pad", "cls", "sep", "mask"):
             token = declared.get(f"{role}_token") if isinstance(declared, dict) else None
             if isinstance(token, dict):
                 token = token.get("content")

@@ -22,6 +22,7 @@ from megatron.config.arguments import _Group, _Reader, add_to_parser
 from megatron.config.megatron_config import all_options, section_classes
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.options import read_words, section_options
+from megatron.config.tokenizer import TokenizerConfig
 from tests.config.conftest import Parse, Refused, command_line
 
 
@@ -411,6 +412,17 @@ def test_a_tool_reads_and_explains_the_options_of_a_section_as_a_training_does(
         with pytest.raises(argparse.ArgumentError, match=complaint):
             parser.parse_args(["--adam-eps", word])
     assert "(more than 0; default: 1e-08)" in " ".join(parser.format_help().split())
+
+
+def test_a_tool_has_both_flags_of_a_switch_and_explains_the_one_that_changes_it() -> None:
+    parser = argparse.ArgumentParser()
+    options = section_options("tokenizer", TokenizerConfig)
+    add_to_parser(parser, [option for option in options if option.field == "tokenizer_hf_include_special_tokens"])
+    assert parser.parse_args([]).tokenizer_hf_include_special_tokens is True
+    off = parser.parse_args(["--tokenizer-hf-no-include-special-tokens"])
+    assert off.tokenizer_hf_include_special_tokens is False
+    assert "--tokenizer-hf-include-special-tokens" not in parser.format_help()
+    assert "--tokenizer-hf-no-include-special-tokens" in parser.format_help()
 
 
 def test_two_spellings_of_one_flag_that_differ_are_named_with_their_values(refused: Refused) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 BOTCHAN_MODEL = FIXTURES / "tokenizers" / "botchan_en_bpe_1000.model"
+BERT_VOCABULARY = FIXTURES / "tokenizers" / "bert_base_uncased_vocab.txt"
 
 
 def gpt2_vocab_file() -> Path:

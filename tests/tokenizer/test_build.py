@@ -7,7 +7,13 @@ import pytest
 
 from megatron.config.tokenizer import TokenizerConfig, TokenizerType
 from megatron.tokenizer.build import _BUILDERS, build_tokenizer
-from tests.helpers.tokenizer_files import BOTCHAN_MODEL, gpt2_merge_file, gpt2_vocab_file, mistral_model
+from tests.helpers.tokenizer_files import (
+    BERT_VOCABULARY,
+    BOTCHAN_MODEL,
+    gpt2_merge_file,
+    gpt2_vocab_file,
+    mistral_model,
+)
 
 GPT2 = {"vocab_file": str(gpt2_vocab_file()), "merge_file": str(gpt2_merge_file())}
 
@@ -23,6 +29,8 @@ def test_every_type_that_can_be_asked_for_can_be_built() -> None:
         ("SentencePieceTokenizer", {"tokenizer_model": str(BOTCHAN_MODEL)}, 1000, 2),
         ("GPTSentencePieceTokenizer", {"tokenizer_model": str(BOTCHAN_MODEL)}, 1000, 2),
         ("Llama2Tokenizer", {"tokenizer_model": str(mistral_model())}, 32000, 2),
+        ("BertWordPieceLowerCase", {"vocab_file": str(BERT_VOCABULARY)}, 30522, 102),
+        ("BertWordPieceCase", {"vocab_file": str(BERT_VOCABULARY)}, 30522, 102),
         ("NullTokenizer", {"vocab_size": 512}, 512, 511),
         ("NullTokenizer", {"vocab_size": 512, "null_tokenizer_eod_id": 3}, 512, 3),
         ("ByteTokenizer", {}, 257, 256),
