@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.problems import UserError
 from megatron.conversion.megatron_lm.reader import read_megatron
 from megatron.conversion.megatron_lm.torch_files import TensorToCome, TorchWriter
 from megatron.conversion.megatron_lm.writer import write_megatron
@@ -23,6 +24,12 @@ from tests.helpers.numerics import assert_bitwise
 from tests.model.tiny import ARCHITECTURES, tiny_config
 
 TP2_PP2 = {"tensor": 2, "pipeline": 2}
+FLAGS = {
+    "RANKS": "--target-tensor-parallel-size",
+    "STAGES": "--target-pipeline-parallel-size",
+    "CHUNKS": "--target-virtual-pipeline-parallel-size",
+    "ROWS": "--target-make-vocab-size-divisible-by",
+}
 
 
 def tiny_model(vocab_size: int = 61, dtype: torch.dtype = torch.float32, **settings: Any) -> PortableModel:
@@ -157,8 +164,29 @@ def test_torch_loads_what_is_written(dtype: torch.dtype, tmp_path: Path) -> None
         ({"position_embedding_type": "alibi"}, {}, "--position-embedding-type alibi: Megatron-LM has no ALiBi"),
         ({"normalize_output_weights": True}, {}, "--normalize-output-weights: Megatron-LM has no"),
         ({"add_bias_linear": False}, {}, "--disable-bias-linear: Megatron-LM has the tanh GELU fused with a bias only"),
-        ({}, {"pipeline": 3}, "--pipeline-model-parallel-size 3 x 1 chunks: must divide the 4 layers"),
-        ({}, {"tensor": 3}, "--tensor-model-parallel-size 3: must divide the 4 query heads"),
+        ({}, {"pipeline": 3}, "{STAGES} 3: must divide the 4 layers\n      Works: {STAGES} 1, 2 or 4$"),
+        (
+            {},
+            {"pipeline": 10**10},
+            "{STAGES} 10_000_000_000: must divide the 4 layers\n      Works: {STAGES} 1, 2 or 4$",
+        ),
+        (
+            {},
+            {"pipeline": 2, "virtual": 3},
+            "{STAGES} 2 x {CHUNKS} 3: must .*\n      Works: .* 1, 2 or 4, and leave out",
+        ),
+        (
+            {"num_layers": 12},
+            {"pipeline": 5, "virtual": 3},
+            "{STAGES} 5 x {CHUNKS} 3: must divide the 12 layers\n      Works: {STAGES} 2 or 4$",
+        ),
+        ({}, {"virtual": 2}, "{CHUNKS} 2: Megatron-LM has model chunks from {STAGES} 2 on\n      Works: {STAGES} 2 or"),
+        ({}, {"tensor": 3}, "{RANKS} 3: must divide the 4 query heads\n      Works: {RANKS} 1, 2 or 4$"),
+        (
+            {},
+            {"tensor": 10**10},
+            "{RANKS} 10_000_000_000: must divide the 4 query heads\n      Works: {RANKS} 1, 2 or 4\n",
+        ),
         (
             {
                 "hidden_size": 24,
@@ -168,23 +196,49 @@ def test_torch_loads_what_is_written(dtype: torch.dtype, tmp_path: Path) -> None
                 "num_query_groups": 4,
             },
             {"tensor": 6},
-            "--tensor-model-parallel-size 6: must divide the 4 query groups, or be a multiple",
+            "{RANKS} 6: must divide the 4 query groups, or be a multiple of them\n      Works: {RANKS} 1, 2 or 4$",
         ),
         (
             {"num_attention_heads": 4, "kv_channels": 3, "group_query_attention": True, "num_query_groups": 1},
             {"tensor": 4},
-            "--tensor-model-parallel-size 4: must divide the 18 rows of decoder.layers.0.self_attention.linear_qkv",
+            "{RANKS} 4: must divide the 18 rows of decoder.layers.0.self_attention.linear_qkv.*\n .* 1 or 2$",
         ),
-        ({"ffn_hidden_size": 42}, {"tensor": 4}, "--tensor-model-parallel-size 4: must divide the 42 columns"),
-        ({}, {"virtual": 2}, "2 chunks a stage: Megatron-LM has them from"),
+        (
+            {"ffn_hidden_size": 42},
+            {"tensor": 4},
+            "{RANKS} 4: must divide the 42 columns of the MLP\n      Works: {RANKS} 1 or 2$",
+        ),
+        (
+            {},
+            {"make_vocab_size_divisible_by": 10**10},
+            "{ROWS} 10_000_000_000: must be at least 1 and at most 1_000_000\n      Works: {ROWS} 128$",
+        ),
+        (
+            {"num_attention_heads": 200, "hidden_size": 400, "ffn_hidden_size": 400},
+            {"make_vocab_size_divisible_by": 10**6, "tensor": 200},
+            "{ROWS} 1_000_000: pads the vocabulary to 200_000_000 rows, and it has at most 100_000_000\n",
+        ),
     ],
 )
 def test_what_megatron_can_not_hold_is_refused_and_nothing_written(
     settings: dict[str, Any], sizes: dict[str, int], text: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConversionError, match=text):
-        write_megatron(tiny_model(**settings), tmp_path / "out", **sizes)
+    model = tiny_model(**settings)
+
+    def unread() -> torch.Tensor:
+        raise AssertionError("a tensor was read")
+
+    unreadable = {key: replace(lazy, read=unread) for key, lazy in model.tensors.items()}
+    with pytest.raises(UserError, match=text.format(**FLAGS)):
+        write_megatron(replace(model, tensors=unreadable), tmp_path / "out", **sizes)
     assert not list(tmp_path.iterdir())
+
+
+def test_all_sizes_that_do_not_fit_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"^3 problems in the configuration:\n  1\. --target-tensor.*\n.*\n  2\. --target-p"
+    ):
+        write_megatron(tiny_model(), tmp_path, tensor=3, pipeline=3, make_vocab_size_divisible_by=10**7)
 
 
 def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path: Path) -> None:

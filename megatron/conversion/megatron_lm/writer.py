@@ -5,7 +5,7 @@ They are a release: weights without a training, as for `--load FOLDER --ckpt-for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,18 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.checkpointing import storage
-from megatron.config.tokenizer import padded_vocab_size
+from megatron.config.options import LARGEST_VOCABULARY, section_options, spelled
+from megatron.config.problems import ConfigError, Problem, divisors, near
+from megatron.config.tokenizer import TokenizerConfig, padded_vocab_size
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.arguments import write_arguments
 from megatron.conversion.megatron_lm.contents import RANK_FILE, RELEASE, TRACKER, rank_folder
 from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, core_name
 from megatron.conversion.megatron_lm.shards import cut, cut_shape, model_chunks, split_dimension
 from megatron.conversion.megatron_lm.torch_files import TensorToCome, TorchWriter
-from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel, global_shapes
+from megatron.conversion.portable import LazyTensor, PortableModel, global_shapes
 from megatron.conversion.whole_folder import whole_folder
 
 # Linear layers of core keep a state of their implementation, which is nothing here but is looked for.
 _LINEAR = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+
+# The converter's flags for the sizes.
+_RANKS, _STAGES = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
+_CHUNKS, _DIVISOR = "--target-virtual-pipeline-parallel-size", "--target-make-vocab-size-divisible-by"
 
 Implementation = Literal["transformer_engine", "local"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
@@ -51,10 +57,11 @@ def write_megatron(
             would load all but the norms.
 
     Raises:
-        ConversionError: Megatron-LM can not hold the model, or not in these sizes; or the folder is not empty.
+        ConfigError: not in these sizes.
+        ConversionError: Megatron-LM can not hold the model; or the folder is not empty.
     """
     config = model.config
-    _check_sizes(config, tensor=tensor, pipeline=pipeline, virtual=virtual)
+    _check_sizes(model, tensor=tensor, pipeline=pipeline, virtual=virtual, divisible_by=make_vocab_size_divisible_by)
     padded = padded_vocab_size(model.vocab_size, make_vocab_size_divisible_by, tensor)
     arguments = write_arguments(
         model,
@@ -104,27 +111,74 @@ def _write_stage(
                     writer.write(cut(name, whole, rank, len(writers), gated=gated))
 
 
-def _check_sizes(config: TransformerConfig, *, tensor: int, pipeline: int, virtual: int) -> None:
-    """Refuse sizes that do not divide the model, and chunks without stages to go round."""
-    ranks, groups = f"--tensor-model-parallel-size {tensor}", config.query_groups
-    stages = f"--pipeline-model-parallel-size {pipeline} x {virtual} chunks"
-    for flag, size, number, what in (
-        (ranks, tensor, config.num_attention_heads, "query heads"),
-        (ranks, tensor, config.ffn_size, "columns of the MLP"),
-        (stages, pipeline * virtual, config.num_layers, "layers"),
-    ):
-        if number % size:
-            raise ConversionError(f"{flag}: must divide the {number} {what}")
+def _check_sizes(model: PortableModel, *, tensor: int, pipeline: int, virtual: int, divisible_by: int) -> None:
+    """Refuse sizes that do not divide the model, chunks without stages to go round, and a vocabulary of padding.
+
+    Raises:
+        ConfigError: all of them, by the flags of the converter.
+    """
+    problems = [
+        *_rank_problems(model.config, tensor),
+        *_stage_problems(model.config.num_layers, pipeline, virtual),
+        *_vocabulary_problems(model.vocab_size, divisible_by, tensor),
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _rank_problems(config: TransformerConfig, tensor: int) -> Iterator[Problem]:
+    shapes = global_shapes(config, 1)
+    if rule := _rank_rule(config, shapes, tensor):
+        heads = divisors(config.num_attention_heads)
+        fitting = near((size for size in heads if not _rank_rule(config, shapes, size)), tensor)
+        yield Problem(flags=(_RANKS,), value=spelled(tensor), rule=rule, works=f"{_RANKS} {fitting}")
+
+
+def _rank_rule(config: TransformerConfig, shapes: Mapping[str, tuple[int, ...]], tensor: int) -> str:
+    """What so many tensor-parallel ranks break; "" for nothing. The vocabulary is padded to fit."""
+    groups = config.query_groups
+    for number, what in ((config.num_attention_heads, "query heads"), (config.ffn_size, "columns of the MLP")):
+        if number % tensor:
+            return f"must divide the {number} {what}"
     if groups % tensor and tensor % groups:
-        raise ConversionError(f"{ranks}: must divide the {groups} query groups, or be a multiple of them")
-    for name, shape in global_shapes(config, vocab_size=tensor).items():
-        dim = split_dimension(name)
+        return f"must divide the {groups} query groups, or be a multiple of them"
+    for name, shape in shapes.items():
+        dim = None if name in (EMBEDDING, OUTPUT) else split_dimension(name)
         if dim is not None and shape[dim] % tensor:
-            raise ConversionError(f"{ranks}: must divide the {shape[dim]} {('rows', 'columns')[dim]} of {name}")
+            return f"must divide the {shape[dim]} {('rows', 'columns')[dim]} of {name}"
+    return ""
+
+
+def _stage_problems(layers: int, pipeline: int, virtual: int) -> Iterator[Problem]:
+    chunks = f" x {_CHUNKS} {spelled(virtual)}" if virtual > 1 else ""
     if virtual > 1 and pipeline == 1:
-        raise ConversionError(
-            f"{virtual} chunks a stage: Megatron-LM has them from --pipeline-model-parallel-size 2 on"
+        yield Problem(
+            flags=(_CHUNKS, _STAGES),
+            value=spelled(virtual),
+            rule=f"Megatron-LM has model chunks from {_STAGES} 2 on",
+            works=f"{_STAGES} 2 or more; or leave it out",
         )
+    elif layers % (pipeline * virtual):
+        fitting = [size for size in divisors(layers) if layers % (size * virtual) == 0 and (size > 1 or virtual == 1)]
+        alone = f"{_STAGES} {near(divisors(layers), pipeline)}, and leave out {_CHUNKS}"
+        yield Problem(
+            flags=(_STAGES, _CHUNKS),
+            value=f"{spelled(pipeline)}{chunks}",
+            rule=f"must divide the {layers} layers",
+            works=f"{_STAGES} {near(fitting, pipeline)}" if fitting else alone,
+        )
+
+
+def _vocabulary_problems(vocab_size: int, divisible_by: int, tensor: int) -> Iterator[Problem]:
+    options = section_options("tokenizer", TokenizerConfig)
+    (option,) = (each for each in options if each.field == "make_vocab_size_divisible_by")
+    rows = padded_vocab_size(vocab_size, divisible_by, tensor)
+    rule = option.rule(divisible_by)
+    if not rule and rows > LARGEST_VOCABULARY:
+        rule = f"pads the vocabulary to {spelled(rows)} rows, and it has at most {spelled(LARGEST_VOCABULARY)}"
+    if rule:
+        works = f"{_DIVISOR} {option.default}"
+        yield Problem(flags=(_DIVISOR, _RANKS), value=spelled(divisible_by), rule=rule, works=works)
 
 
 def _padded(name: str, lazy: LazyTensor, rows: int) -> LazyTensor:
