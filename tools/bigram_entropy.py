@@ -19,11 +19,11 @@ from command_line import Parser, progress, run_tool, say
 from text_tools import prepare_output
 from training_log import read_losses
 
-from megatron.config.data import DEFAULT_SPLIT, parse_split
+from megatron.config.data import DEFAULT_SPLIT
 from megatron.config.problems import UserError, counted
 from megatron.core.whole_file import whole_file
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.splits import Split, split_ranges
+from megatron.data.splits import Split, part_of_split
 
 # Tokens that are counted at a time: enough for the sorting to be worth it, and a bound on memory.
 CHUNK_TOKENS = 1 << 22
@@ -81,18 +81,10 @@ def main() -> None:
     parser.add_argument("--log-json", type=Path, help="log of a training, to compare its validation loss with")
     parser.add_argument("--output", type=Path, help="JSON file that the entropy is written to")
     options = parser.read()
-    try:
-        shares = parse_split(options.split)
-    except ValueError as error:
-        raise UserError(f"--split {options.split}: {error}") from None
     if options.output is not None:
         prepare_output(options.output, flag="--output")
     dataset = IndexedDataset(options.data_path)
-    part = dict(zip(Split, split_ranges(shares, len(dataset))))[Split(options.part)]
-    if not part:
-        raise UserError(
-            f"--split {options.split} gives nothing of {counted(len(dataset), 'document')} to --part {options.part}"
-        )
+    part = part_of_split(Split(options.part), options.split, len(dataset))
     num_tokens, entropy = bigram_entropy(read_chunks(dataset, part))
     say(f"bigram entropy of part {options.part} ({num_tokens:,} tokens): {entropy:.4f} nats per token")
     if options.output is not None:

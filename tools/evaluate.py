@@ -1,12 +1,13 @@
 """How well a trained model predicts texts, whatever layout its checkpoint was written in.
 
 python tools/evaluate.py --load checkpoints --text book.txt
-python tools/evaluate.py --load checkpoints --data-path data/corpus_text_document --stride 512
+python tools/evaluate.py --load checkpoints --data-path data/corpus_text_document --split 949,50,1 --stride 512
 python tools/evaluate.py --load checkpoints --last-word lambada.jsonl --json scores.json
 
 --text and --data-path (tokens, as training reads them) are scored token by token: the perplexity is exp(loss). Every
 token counts, the first being predicted from the token that ended the document before. The model looks at windows of
-the length that it was trained with; --stride lets them overlap, so that each token has more before it.
+the length that it was trained with; --stride lets them overlap, so that each token has more before it. With the
+--split of a training those documents alone are scored that it was validated on, or those of another --part.
 
 --last-word reads one {"text": ...} a line, as LAMBADA has them, and asks for the last word of each.
 
@@ -32,6 +33,7 @@ from text_tools import prepare_output
 
 from megatron.config.problems import UserError
 from megatron.data.indexed_dataset import IndexedDataset, bin_path
+from megatron.data.splits import Split, part_of_split
 from megatron.inference.perplexity import LastWord, Score, Tokens, WordScore, score_last_words, score_text
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.training.initialize import exiting_at_the_start
@@ -42,6 +44,8 @@ def main() -> None:
     add_model_flags(parser)
     parser.add_argument("--text", type=Path, help="text file, one document")
     parser.add_argument("--data-path", help="tokens: path of a .bin and .idx file without the ending")
+    parser.add_argument("--split", metavar="TRAIN,VALID,TEST", help="of --data-path one part alone, as training has it")
+    parser.add_argument("--part", choices=[part.value for part in Split], help="the part of --split (default valid)")
     parser.add_argument("--last-word", type=Path, help='JSON lines, {"text": ...} each, whose last word is asked for')
     parser.add_argument(
         "--stride", type=int, help="tokens from one window to the next (default: a whole one, so that none overlap)"
@@ -53,10 +57,15 @@ def main() -> None:
     options = parser.read()
     if options.text is None and options.data_path is None and options.last_word is None:
         raise UserError("nothing to evaluate: give --text FILE, --data-path PREFIX or --last-word FILE")
+    if options.split is not None and options.data_path is None:
+        raise UserError(f"--split {options.split}: divides the documents of --data-path, which is not given")
+    if options.part is not None and options.split is None:
+        raise UserError(f"--part {options.part}: is one of --split, which is not given")
     if options.json is not None:
         prepare_output(options.json, flag="--json")
+    part = Split(options.part or "valid")
     text = None if options.text is None else read_text_file(options.text)
-    ids = None if options.data_path is None else ids_of(options.data_path)
+    ids = None if options.data_path is None else ids_of(options.data_path, options.split, part)
     texts = None if options.last_word is None else texts_of(options.last_word, flag="--last-word")
     with model_in_use(options) as used:
         results: dict[str, dict[str, Any]] = {}
@@ -66,8 +75,10 @@ def main() -> None:
             bits = score.nats / log(2) / len(text.encode())
             results["text"] = {"file": str(options.text), **numbers_of(score), "bits_per_byte": bits}
         if ids is not None:
+            note_training_text(used, options)
             score = score_stream(used, options, options.data_path, ids, after=used.opened.tokenizer.eod)
-            results["data"] = {"file": options.data_path, **numbers_of(score)}
+            which = {} if options.split is None else {"split": options.split, "part": part.value}
+            results["data"] = {"file": options.data_path, **which, **numbers_of(score)}
         if texts is not None:
             words = score_words(used, options, texts)
             numbers = {"words": words.words, "accuracy": words.accuracy}
@@ -90,13 +101,29 @@ def read_text_file(path: Path) -> str:
     return text
 
 
-def ids_of(prefix: str) -> Tokens:
-    """The tokens of all documents, one after the other, as a training reads them."""
+def ids_of(prefix: str, split: str | None, part: Split) -> Tokens:
+    """The tokens of all documents, or of a part of them, one after the other, as a training reads them."""
     dataset = IndexedDataset(prefix)
     dataset.verify()
     if bin_path(prefix).stat().st_size == 0:
         raise UserError(f"--data-path {prefix}: holds no token")
-    return np.memmap(bin_path(prefix), dtype=dataset.dtype, mode="r")
+    ids = np.memmap(bin_path(prefix), dtype=dataset.dtype, mode="r")
+    if split is None:
+        return ids
+    documents = part_of_split(part, split, len(dataset))
+    first, end = (int(dataset.sequence_lengths[:number].sum()) for number in (documents.start, documents.stop))
+    return ids[first:end]
+
+
+def note_training_text(used: UsedModel, options: argparse.Namespace) -> None:
+    """Say so where documents are scored that the model was trained on: a loss of these says little."""
+    data = used.opened.config.data
+    name = Path(options.data_path).name
+    if options.split is None and name in {Path(word).name for word in data.data_path}:
+        used.note(
+            f"{name} is what the model was trained on: --split {data.split_text.replace(' ', '')} scores only what the "
+            "training was validated on"
+        )
 
 
 def begun(tokenizer: Tokenizer, text: str) -> tuple[int, Tokens]:

@@ -8,6 +8,9 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.data import parse_split
+from megatron.config.problems import UserError, counted
+
 
 class Split(enum.Enum):
     """The three parts, in the order in which documents are dealt to them."""
@@ -33,6 +36,22 @@ def split_ranges(shares: tuple[float, float, float], num_elements: int) -> list[
         range(round(begin * num_elements), round(end * num_elements)) if end > begin else None
         for begin, end in itertools.pairwise(borders)
     ]
+
+
+def part_of_split(part: Split, split: str, num_elements: int) -> range:
+    """The elements that a training with this `--split` has in a part.
+
+    Raises:
+        UserError: it is no split, or the part has none.
+    """
+    try:
+        shares = parse_split(split)
+    except ValueError as error:
+        raise UserError(f"--split {split}: {error}") from None
+    elements = split_ranges(shares, num_elements)[list(Split).index(part)]
+    if not elements:
+        raise UserError(f"--split {split} gives nothing of {counted(num_elements, 'document')} to --part {part.value}")
+    return elements
 
 
 def as_indices(elements: range) -> npt.NDArray[np.integer]:

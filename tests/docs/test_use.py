@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "book.txt").write_text("There was a king, and the king had a cat.\n" * 5)
     (folder / "lambada.jsonl").write_text('{"text": "a cat and a mat"}\n')
     (folder / "data").mkdir()
-    write_corpus(folder / "data" / "corpus_text_document", [[[*range(200)]]])
+    write_corpus(folder / "data" / "corpus_text_document", [[[*range(20)]]] * 50)
     return folder
 
 

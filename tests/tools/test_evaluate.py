@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,34 @@ def test_tokens_of_a_corpus_are_scored_as_one_stream(folder: Path) -> None:
     results, _ = evaluate(folder, "--text", folder / "text.txt", "--data-path", folder / "corpus")
     assert results["data"]["loss"] == results["text"]["loss"]
     assert results["data"]["tokens"] == results["text"]["tokens"]
+
+
+def test_with_a_split_the_documents_of_one_part_are_scored(folder: Path, tmp_path: Path) -> None:
+    """Those that a training of the same split validates on; `--part` names another one."""
+    for name, lengths in (("all", [100, 10, 40, 50]), ("held-out", [40, 50])):
+        documents = [[[*range(length)]] for length in lengths]
+        write_corpus(tmp_path / name, documents)
+    expected, _ = evaluate(folder, "--data-path", tmp_path / "held-out")
+    found, _ = evaluate(folder, "--data-path", tmp_path / "all", "--split", "2,2,0")
+    assert (found["data"]["split"], found["data"]["part"]) == ("2,2,0", "valid")
+    assert found["data"]["tokens"] == 90
+    assert found["data"]["loss"] == expected["data"]["loss"]
+    found, _ = evaluate(folder, "--data-path", tmp_path / "all", "--split", "2,1,1", "--part", "test")
+    assert found["data"]["tokens"] == 50
+
+
+@pytest.mark.parametrize(
+    ("data_path", "split", "told"), [("moved/alpha", None, 1), ("moved/alpha", "90,10,0", 0), ("moved/beta", None, 0)]
+)
+def test_who_scores_the_text_of_the_training_is_told(
+    folder: Path, data_path: str, split: str | None, told: int
+) -> None:
+    """The model of `folder` was trained on a corpus called alpha, with --split 90,10,0."""
+    notes: list[str] = []
+    used = SimpleNamespace(opened=open_model(folder / "checkpoints"), note=notes.append)
+    names_of_tool("evaluate")["note_training_text"](used, SimpleNamespace(data_path=data_path, split=split))
+    note = "alpha is what the model was trained on: --split 90,10,0 scores only what the training was validated on"
+    assert notes == [note] * told
 
 
 def test_a_corpus_is_scored_where_it_is_mapped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +210,13 @@ def test_tokens_of_another_tokenizer_are_refused(folder: Path, tmp_path: Path) -
         ([], "nothing to evaluate: give --text FILE, --data-path PREFIX or --last-word FILE"),
         (["--text", "x", "--batch-size", "0"], "--batch-size: must be at least 1, not 0"),
         (["--text", "README.md", "--stride", "25"], "--stride (25) must be at least 1 and at most 24"),
+        (["--text", "x", "--split", "9,1"], "--split 9,1: divides the documents of --data-path, which is not given"),
+        (["--data-path", "{corpus}", "--part", "test"], "--part test: is one of --split, which is not given"),
+        (["--data-path", "{corpus}", "--split", "9,x"], "--split 9,x: must be one to three numbers"),
+        (["--data-path", "{corpus}", "--split", "1"], "--split 1 gives nothing of 3 documents to --part valid"),
         (["--text", "README.md", "--stride", "0"], "--stride (0) must be at least 1"),
     ],
 )
 def test_a_score_that_cannot_be_is_refused(folder: Path, arguments: list[str], complaint: str) -> None:
-    assert complaint in refused(folder, *(str(ROOT / word) if word == "README.md" else word for word in arguments))
+    places = {"README.md": str(ROOT / "README.md"), "{corpus}": str(folder / "corpus")}
+    assert complaint in refused(folder, *(places.get(word, word) for word in arguments))
