@@ -59,7 +59,7 @@ class TokenizersTokenizer:
         self.sep = ids.get("sep")
         self.mask = ids.get("mask")
         self.continues_word = self._find_continuations()
-        self._include_special_tokens = include_special_tokens
+        self.include_special_tokens = include_special_tokens
         self._fingerprint = digest(fingerprint, str(include_special_tokens))
 
     @property
@@ -71,7 +71,7 @@ class TokenizersTokenizer:
     def encode(self, text: str) -> list[int]:
         # The batch call of one text gives the ids of `encode` without its character offsets, a third faster.
         texts = [check_text(text)]
-        (encoding,) = self._backend.encode_batch_fast(texts, add_special_tokens=self._include_special_tokens)
+        (encoding,) = self._backend.encode_batch_fast(texts, add_special_tokens=self.include_special_tokens)
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -79,6 +79,10 @@ class TokenizersTokenizer:
 
     def fingerprint(self) -> str:
         return self._fingerprint
+
+    def tokenizer_json(self) -> str:
+        """The whole tokenizer as a tokenizer.json, for other libraries that read it."""
+        return str(self._backend.to_str())
 
     def _find_continuations(self) -> npt.NDArray[np.bool_] | None:
         model = self._backend.model
