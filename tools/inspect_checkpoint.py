@@ -240,7 +240,7 @@ def configuration_of(checkpoint: Checkpoint) -> list[str]:
         config = checkpoint.config
     except CheckpointError:
         return []
-    values = [(option, getattr(getattr(config, option.section), option.field)) for option in all_options()]
+    values = [(option, getattr(getattr(config, option.section), option.field)) for option in all_options(config.task)]
     return [given(option, value) for option, value in values if value != option.default]
 
 

@@ -12,7 +12,15 @@ from typing import Any, Literal, NoReturn
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.help_text import CONFIG, PRINT_CONFIG, flag_help, help_text, metavar, usage
-from megatron.config.megatron_config import MegatronConfig, Purpose, all_options, section_classes, section_problems
+from megatron.config.megatron_config import (
+    PROGRAMS,
+    MegatronConfig,
+    Purpose,
+    Task,
+    all_options,
+    section_classes,
+    section_problems,
+)
 from megatron.config.megatron_flags import FUSION_FLAG, KnownFlag, known_flag, known_names
 from megatron.config.options import Option, read_words, shown_flag
 from megatron.config.problems import ConfigError, Problem, nearest_name, unknown_flag, without_flags
@@ -32,6 +40,7 @@ def parse_arguments(
     extra_args_provider: ExtraArgsProvider | None = None,
     defaults: Mapping[str, Any] | None = None,
     *,
+    task: Task = "gpt",
     world_size: int | None = None,
     launched: bool = True,
     purpose: Purpose = "training",
@@ -50,6 +59,7 @@ def parse_arguments(
     Args:
         argv: words after the program's name; those of the process when None.
         extra_args_provider: adds a program's own arguments to the parser that it is given.
+        task: what is trained: it decides which sections there are.
         world_size: number of processes, when it is known.
         launched: whether a launcher has started them. A single process that was not launched may print the
             configuration of any layout: the rules of `--world-size` hold then, or none where it is not given.
@@ -57,7 +67,7 @@ def parse_arguments(
         check_files: whether tokenizer files and corpora must be there.
         machine_problems: what this machine lacks for a configuration that is to run on it, not only to be printed.
         comment: what there is to say of a configuration that is printed, and keeps the rules.
-        saved_config: reads the configuration of the checkpoint, for `--use-checkpoint-args`.
+        saved_config: reads the configuration of the checkpoint, which is of the same task, for `--use-checkpoint-args`.
         say: receives the lines about flags that need a word, and the printed configuration; silent ranks pass another.
 
     Raises:
@@ -66,16 +76,16 @@ def parse_arguments(
     words = list(sys.argv[1:] if argv is None else argv)
     extra = _extra_parser(extra_args_provider)
     if "-h" in words or "--help" in words:
-        say(help_text(extra))
+        say(help_text(extra, task))
         raise SystemExit(0)
-    reader = _Reader(extra_options=_extra_options(extra))
+    reader = _Reader(task=task, extra_options=_extra_options(extra, task))
     reader.read_entries([Entry(key=k, value=v, section="", origin="program") for k, v in (defaults or {}).items()])
     flags, config_files, print_config = _take_own_flags(_split(words))
     if len(config_files) > 1:
         rule = "are several files, and a run has one"
         raise ConfigError([Problem(flags=(CONFIG,), value=" ".join(config_files), rule=rule, works="one of them")])
     for config_file in config_files:
-        entries, problems = read_yaml(config_file, section_classes())
+        entries, problems = read_yaml(config_file, section_classes("bert"))
         if any(problem.flags == (CONFIG,) for problem in problems):
             raise ConfigError(problems)  # alone: what else is missing may stand in the file
         reader.problems += problems
@@ -121,10 +131,10 @@ def _normal(name: str) -> str:
 
 
 @functools.cache
-def _spellings() -> Mapping[str, _Spelling]:
-    """How each flag, with dashes, sets its field."""
+def _spellings(task: Task = "gpt") -> Mapping[str, _Spelling]:
+    """How each flag of a task, with dashes, sets its field."""
     table: dict[str, _Spelling] = {}
-    for option in all_options():
+    for option in all_options(task):
         field_name = "--" + _normal(option.field)
         if option.kind == "switch":
             on, off = _Spelling(option=option, sets="constant", value=True), [option.off_name]
@@ -201,6 +211,7 @@ class _Reader:
     broken: flags without a known value. disputed: options that a source gives several values, each but the first here.
     """
 
+    task: Task
     extra_options: Mapping[str, str]
     given: dict[str, _Given] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -212,6 +223,10 @@ class _Reader:
     accepted: list[tuple[KnownFlag, str]] = field(default_factory=list)
     taken: list[str] = field(default_factory=list)
 
+    @property
+    def spellings(self) -> Mapping[str, _Spelling]:
+        return _spellings(self.task)
+
     def read_flags(self, groups: Iterable[_Group]) -> None:
         """One source: values in it override those of weaker sources, and must not contradict each other."""
         source: dict[str, _Given] = {}
@@ -221,14 +236,17 @@ class _Reader:
             known = known_flag(name)
             if name in self.extra_options:
                 self.extra_words += [self.extra_options[name], *group.words]
-            elif name in _spellings():
-                self._read_value(group, _spellings()[name], source)
+            elif name in self.spellings:
+                self._read_value(group, self.spellings[name], source)
+            elif name in _spellings("bert"):
+                rule = f"belongs to {PROGRAMS['bert']}: GPT has nothing of the kind"
+                self._refuse_together(group.shown, " ".join(group.words), rule, f"leave it out, or {PROGRAMS['bert']}")
             elif name == FUSION_FLAG and not group.words:
                 exact_gelu = group
             elif known is not None:
                 self._read_known(group, name, known)
             else:
-                self.problems.append(_unknown(group, [*_spellings(), *known_names(), *self.extra_options]))
+                self.problems.append(_unknown(group, [*self.spellings, *known_names(), *self.extra_options]))
         if exact_gelu is not None:
             if "activation" in source or "activation" in self.given:
                 self.notes.append(exact_gelu.name)
@@ -244,7 +262,7 @@ class _Reader:
     def _entry_group(self, entry: Entry) -> _Group | None:
         """The flag that says the same as a key and its value; None when there is nothing to say."""
         name = "--" + normal_key(entry.key)
-        spelling = _spellings().get(name)
+        spelling = self.spellings.get(name)
         shown = f"{entry.origin} {entry.key}"
         group = _Group(name=f"--{entry.key.removeprefix('--')}", words=[], origin=entry.origin)
         option = spelling.option if spelling is not None else None
@@ -252,7 +270,8 @@ class _Reader:
             rule = f"belongs to the section {option.section}, not {entry.section}"
             self._refuse((shown,), rule, option)
             return None
-        known = option is not None or name in self.extra_options or name == FUSION_FLAG or known_flag(name) is not None
+        elsewhere = self.extra_options.keys() | _spellings("bert").keys() | {FUSION_FLAG}
+        known = option is not None or name in elsewhere or known_flag(name) is not None
         if not known and not isinstance(entry.value, dict):
             return group  # which is refused as unknown, also where its value asks for nothing
         if entry.value is None:
@@ -271,7 +290,9 @@ class _Reader:
             return replace(group, name=option.off_name if spelling.value else option.name)
         if isinstance(entry.value, dict):
             self.problems.append(
-                Problem(flags=(shown,), rule="holds keys, and is no section", works=", ".join(section_classes()))
+                Problem(
+                    flags=(shown,), rule="holds keys, and is no section", works=", ".join(section_classes(self.task))
+                )
             )
             return None
         if spelling is not None and spelling.sets == "constant":
@@ -354,7 +375,9 @@ class _Reader:
 
         Raises ConfigError where what names the checkpoint is wrong: what else is missing may stand there.
         """
-        options = [option for option in all_options() if option.section == "checkpoint" and option.field in self.given]
+        options = [
+            option for option in all_options(self.task) if option.section == "checkpoint" and option.field in self.given
+        ]
         wanted = CheckpointConfig(**{option.field: self.given[option.field].value for option in options})
         if not wanted.use_checkpoint_args:
             return
@@ -365,7 +388,7 @@ class _Reader:
         if saved is None:
             return
         same_tokenizer = self.value("tokenizer_type") in (None, saved.tokenizer.tokenizer_type)
-        for option in all_options():
+        for option in all_options(self.task):
             before = self.given.get(option.field)
             if option.section == "tokenizer":
                 files = option.field not in TOKENIZER_FILES or wanted.use_tokenizer_model_from_checkpoint_args
@@ -393,8 +416,8 @@ class _Reader:
 
     def build(self, purpose: Purpose) -> MegatronConfig:
         """The configuration; what is missing or unreadable has a stand-in, and is among the problems."""
-        sections: dict[str, dict[str, Any]] = {name: {} for name in section_classes()}
-        for option in all_options():
+        sections: dict[str, dict[str, Any]] = {name: {} for name in section_classes(self.task)}
+        for option in all_options(self.task):
             if option.field in self.given:
                 sections[option.section][option.field] = self.given[option.field].value
             elif option.required:
@@ -403,7 +426,7 @@ class _Reader:
                     rule = f"must be given: {option.flag.help}"
                     self.problems.append(Problem(flags=(option.name,), rule=rule, works=usage(option)))
                 self.broken |= option.names
-        built = {name: section(**sections[name]) for name, section in section_classes().items()}
+        built = {name: section(**sections[name]) for name, section in section_classes(self.task).items()}
         return MegatronConfig(**built)
 
     def on(self, config: MegatronConfig, world_size: int) -> MegatronConfig:
@@ -457,7 +480,7 @@ class _Reader:
         """Where the value of each field comes from."""
         return {
             (option.section, option.field): self.given[option.field].origin if option.field in self.given else "default"
-            for option in all_options()
+            for option in all_options(self.task)
         }
 
 
@@ -466,7 +489,7 @@ def _unknown(group: _Group, names: Sequence[str]) -> Problem:
         rule = "stands alone: every word belongs to a flag before it"
         return Problem(flags=(repr(group.name),), rule=rule, works="--flag value; quote a value with blanks")
     name = "--" + _normal(group.name).removeprefix("--no-")
-    undone = _spellings().get(name)
+    undone = _spellings("bert").get(name)
     if undone is not None and undone.option.kind != "switch" and undone.sets == "constant":
         option = undone.option
         rule = f"is no flag: {name} is no switch, but {option.name} {undone.value}"
@@ -494,10 +517,10 @@ def _extra_parser(provider: ExtraArgsProvider | None) -> argparse.ArgumentParser
     return parser
 
 
-def _extra_options(parser: argparse.ArgumentParser) -> dict[str, str]:
+def _extra_options(parser: argparse.ArgumentParser, task: Task) -> dict[str, str]:
     """The program's own flags: with dashes, and as the program spells them."""
     options = {_normal(name): name for action in parser._actions for name in action.option_strings}
-    taken = sorted(name for name in options if name in _spellings())
+    taken = sorted(name for name in options if name in _spellings(task))
     if taken:
         raise ValueError(f"extra_args_provider adds {', '.join(taken)}, which every program has: rename")
     return options

@@ -5,23 +5,38 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
-from megatron.config.megatron_config import all_options, section_classes
+from megatron.config.megatron_config import Task, all_options, section_classes
 from megatron.config.options import Option
 
 _LONGEST_METAVAR = 70
 CONFIG, PRINT_CONFIG = "--config", "--print-config"
 _DESCRIPTION = """\
-Trains a GPT model from its first weights or a checkpoint, on token files or made-up data, over any number of processes
-that torchrun or Slurm start. A run of one process, on any machine, without a file:
+Trains a {model} model from its first weights or a checkpoint, on {data}, over any number of processes
+that torchrun or Slurm start. A run of one process, on any machine{files}:
 
   python %(prog)s --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 \\
       --max-position-embeddings 64 --micro-batch-size 8 --lr 1e-3 --train-iters 50 --eval-iters 5 \\
-      --tokenizer-type ByteTokenizer --mock-data --log-interval 10
+      {source} --log-interval 10
 
 Dashes and underscores are the same. Keys of a --config file are names of flags.
 A switch --NAME is undone by --no-NAME, and a flag that is the same as --NAME VALUE by --NAME and another value."""
+_OF_TASK: Mapping[Task, Mapping[str, str]] = {
+    "gpt": {
+        "model": "GPT",
+        "data": "token files or made-up data",
+        "files": ", without a file",
+        "source": "--tokenizer-type ByteTokenizer --mock-data",
+    },
+    "bert": {
+        "model": "BERT",
+        "data": "token files of sentences",
+        "files": "",
+        "source": "--tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt --data-path corpus_text_sentence",
+    },
+}
 _ONE_OF_EACH = (
     "and one of --train-iters N and --train-samples N, and one of --data-path, --train-data-path and --mock-data"
 )
@@ -37,14 +52,14 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False)  # names of flags stay whole
 
 
-def help_text(extra: argparse.ArgumentParser) -> str:
+def help_text(extra: argparse.ArgumentParser, task: Task = "gpt") -> str:
     """All flags in groups, the required ones first, each with its default."""
     parser = argparse.ArgumentParser(
         parents=[extra],
         add_help=False,
         allow_abbrev=False,
         usage="%(prog)s [--config FILE] [--flag [value ...]] ...",
-        description=_DESCRIPTION,
+        description=_DESCRIPTION.format(**_OF_TASK[task]),
         formatter_class=_HelpFormatter,
     )
     needed = parser.add_argument_group("required", _ONE_OF_EACH)
@@ -56,8 +71,8 @@ def help_text(extra: argparse.ArgumentParser) -> str:
         help="Print the whole configuration and exit; the rules of --world-size N hold, when it is given.",
     )
     files.add_argument("--help", "-h", action="store_true", help="Print this and exit.")
-    groups = {name: parser.add_argument_group(name) for name in section_classes()}
-    for option in all_options():
+    groups = {name: parser.add_argument_group(name) for name in section_classes(task)}
+    for option in all_options(task):
         group, text = needed if option.required else groups[option.section], flag_help(option)
         if option.kind == "switch":
             group.add_argument(option.shown, action="store_true", help=text)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron.config.bert import BertConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.data_parallel import DataParallelConfig
@@ -33,10 +34,14 @@ from megatron.config.problems import (
 )
 from megatron.config.tokenizer import TokenizerConfig, padded_vocab_size
 from megatron.config.training import TrainingConfig
-from megatron.config.transformer import TransformerConfig
+from megatron.config.transformer import RESIDUAL_AFTER_NORM, TransformerConfig
 
 if TYPE_CHECKING:
     import torch
+
+# What a program trains, and its program. BERT has every section of GPT, and one of its own.
+Task = Literal["gpt", "bert"]
+PROGRAMS: Mapping[Task, str] = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"}
 
 # What a configuration is used for decides which rules it must keep: a training run, a model without training
 # (generation, conversion), or only the layout of ranks (printing the groups).
@@ -45,6 +50,9 @@ Purpose = Literal["training", "model", "layout"]
 # The pipeline split depends on the vocabulary through the cost of the output layer only; until a tokenizer is
 # read, GPT-2's size stands for it.
 _TYPICAL_VOCABULARY = 50257
+
+# Tokens of a pair of segments of one token each.
+_SHORTEST_PAIR = 5
 
 # What decides how many replicas of the model there are.
 _WORLD_FLAGS = (
@@ -91,6 +99,12 @@ class MegatronConfig:
     tokenizer: TokenizerConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    bert: BertConfig | None = None
+
+    @property
+    def task(self) -> Task:
+        """What is trained: that a configuration has the section of BERT says it."""
+        return "gpt" if self.bert is None else "bert"
 
     # ---- derived sizes ----
 
@@ -177,15 +191,14 @@ class MegatronConfig:
         A value that is not allowed by itself has the nearest one in its place for the rules that relate it to others,
         so that each of those is computed from sizes within their limits; what they say about that flag is left out.
         """
-        allowed = MegatronConfig(**{name: _within_limits(name, getattr(self, name)) for name in section_classes()})
+        sections = section_classes(self.task)
+        allowed = MegatronConfig(**{name: _within_limits(name, getattr(self, name)) for name in sections})
 
         def rules_with(option: Option, value: Any) -> list[Problem]:
             section = dataclasses.replace(getattr(allowed, option.section), **{option.field: value})
             return dataclasses.replace(allowed, **{option.section: section})._rules(purpose, check_files=False)
 
-        found = [
-            problem for name in section_classes() for problem in _value_problems(name, getattr(self, name), rules_with)
-        ]
+        found = [problem for name in sections for problem in _value_problems(name, getattr(self, name), rules_with)]
         return found + without_flags_of(found, allowed._rules(purpose, check_files))
 
     def _rules(self, purpose: Purpose, check_files: bool) -> list[Problem]:
@@ -197,6 +210,7 @@ class MegatronConfig:
                 found += _pipeline_problems(self)
             found += _recompute_problems(self, layout_is_right=not found)
             found += _model_layout_problems(self)
+            found += _task_problems(self)
             rest = (self.training, self.data, self.tokenizer, self.checkpoint, self.logging)
             for section in (self.data_parallel, self.optimizer, *rest):
                 found += section.problems()
@@ -307,6 +321,7 @@ class MegatronConfig:
                 for field in dataclasses.fields(getattr(self, section.name))
             }
             for section in dataclasses.fields(self)
+            if getattr(self, section.name) is not None
         }
 
     @classmethod
@@ -317,8 +332,8 @@ class MegatronConfig:
         no field can have.
         """
         built: dict[str, Any] = {}
-        classes = section_classes()
-        _refuse_unknown("section", saved, classes)
+        _refuse_unknown("section", saved, section_classes("bert"))
+        classes = section_classes("bert" if "bert" in saved else "gpt")
         for section, config_class in classes.items():
             values = saved.get(section, {})
             options = {option.field: option for option in section_options(section, config_class)}
@@ -343,7 +358,7 @@ class MegatronConfig:
         A corpus goes by its last name, since nodes may hold copies of it; what is a node's own is left out.
         """
         values = {}
-        for option in all_options():
+        for option in all_options(self.task):
             value = _plain(getattr(getattr(self, option.section), option.field))
             if not option.flag.node_local:
                 values[option.name] = [_last_name(word) for word in value] if option.flag.same_name else value
@@ -351,12 +366,12 @@ class MegatronConfig:
 
 
 def difference(saved: MegatronConfig, present: MegatronConfig) -> list[Difference]:
-    """The fields whose values differ, each with what the change affects.
+    """The fields that both have and whose values differ, each with what the change affects.
 
     A path that only moved (the same last name in another folder) affects nothing.
     """
     found = []
-    for option in all_options():
+    for option in all_options(saved.task if saved.task == present.task else "gpt"):
         old = getattr(getattr(saved, option.section), option.field)
         new = getattr(getattr(present, option.section), option.field)
         if old == new or _means_the_same(option, getattr(saved, option.section), getattr(present, option.section)):
@@ -368,15 +383,17 @@ def difference(saved: MegatronConfig, present: MegatronConfig) -> list[Differenc
 
 
 @functools.cache
-def section_classes() -> Mapping[str, type]:
-    """The class of each section, by its name."""
-    return typing.get_type_hints(MegatronConfig)
+def section_classes(task: Task = "gpt") -> Mapping[str, type]:
+    """The class of each section that a task has, by its name."""
+    classes: dict[str, type] = typing.get_type_hints(MegatronConfig)
+    del classes["bert"]  # which is optional
+    return classes | ({"bert": BertConfig} if task == "bert" else {})
 
 
 @functools.cache
-def all_options() -> tuple[Option, ...]:
-    """Every option of every section, in the order of help."""
-    return tuple(option for name, section in section_classes().items() for option in section_options(name, section))
+def all_options(task: Task = "gpt") -> tuple[Option, ...]:
+    """Every option of every section that a task has, in the order of help."""
+    return tuple(option for name, section in section_classes(task).items() for option in section_options(name, section))
 
 
 def _means_the_same(option: Option, saved: object, present: object) -> bool:
@@ -407,7 +424,7 @@ def _refuse_unknown(what: str, given: Mapping[str, Any], known: Mapping[str, Any
 
 def section_problems(section: Any) -> list[Problem]:
     """What is wrong within a section that stands alone, as in a tool; its files aside."""
-    (name,) = (name for name, section_class in section_classes().items() if type(section) is section_class)
+    (name,) = (name for name, section_class in section_classes("bert").items() if type(section) is section_class)
     allowed = _within_limits(name, section)
 
     def rules_with(option: Option, value: Any) -> list[Problem]:
@@ -423,7 +440,7 @@ _RulesWith = Callable[[Option, Any], list[Problem]]
 
 def _within_limits(name: str, section: Any) -> Any:
     """The section with the nearest allowed value in place of each one that is not allowed by itself."""
-    options = (option for option in all_options() if option.section == name)
+    options = (option for option in all_options("bert") if option.section == name)
     return dataclasses.replace(
         section, **{option.field: option.nearest(getattr(section, option.field)) for option in options}
     )
@@ -431,7 +448,7 @@ def _within_limits(name: str, section: Any) -> Any:
 
 def _value_problems(name: str, section: Any, rules_with: _RulesWith) -> Iterator[Problem]:
     """The values of a section that are not allowed by themselves."""
-    for option in (option for option in all_options() if option.section == name):
+    for option in (option for option in all_options("bert") if option.section == name):
         value = getattr(section, option.field)
         if rule := option.rule(value):
             flags = (option.name, *sorted(option.names - {option.name}))
@@ -462,6 +479,36 @@ def _what_works(option: Option, nearest: Any, rules_with: _RulesWith) -> str:
 
 def _given(option: Option, value: Any) -> str:
     return f"leave out {option.name}" if value is None else f"{option.name} {shown_value(value)}"
+
+
+def _task_problems(config: MegatronConfig) -> Iterator[Problem]:
+    """What has a meaning for GPT alone."""
+    if config.bert is None:
+        return
+    model, data = config.model, config.data
+    causal = "what BERT attends to is not what came before: every token sees the whole sample"
+    of_gpt = {
+        "--window-size": (model.window_size is not None, causal),
+        "--position-embedding-type": (model.position_embedding_type == "alibi", f"ALiBi fades with distance; {causal}"),
+        "--reset-position-ids": (data.reset_position_ids, "a sample of BERT lies within one document"),
+        "--reset-attention-mask": (data.reset_attention_mask, "a sample of BERT lies within one document"),
+        "--eod-mask-loss": (data.eod_mask_loss, "BERT predicts masked tokens, and no end of a document is one"),
+        "--mock-data": (data.mock_data, "BERT needs sentences, and made-up documents have none"),
+        "--cross-entropy-fusion-impl": (
+            model.fuses_output_layer,
+            "BERT's output layer has a bias, and the operation that fuses it with the loss takes none",
+        ),
+    }
+    for name, (given, rule) in of_gpt.items():
+        if given:
+            yield Problem(flags=(name,), rule=f"belongs to {PROGRAMS['gpt']}: {rule}", works=f"leave out {name}")
+    if config.bert.binary_head and data.seq_length < _SHORTEST_PAIR:
+        yield Problem(
+            flags=("--seq-length", "--bert-no-binary-head"),
+            value=data.seq_length,
+            rule=f"a pair is [CLS] A [SEP] B [SEP], at least {_SHORTEST_PAIR} tokens",
+            works=f"--seq-length {_SHORTEST_PAIR} or more",
+        )
 
 
 def _unavailable(config: MegatronConfig) -> Iterator[Problem]:
@@ -511,11 +558,21 @@ def _gather_problems(config: MegatronConfig) -> Iterator[Problem]:
 
 
 def _residual_problems(config: MegatronConfig) -> Iterator[Problem]:
-    if config.model.fp32_residual_connection and config.optimizer.precision not in ("bf16", "fp16"):
+    name, model = "--fp32-residual-connection", config.model
+    if not model.fp32_residual_connection:
+        return
+    if config.optimizer.precision not in ("bf16", "fp16"):
         yield Problem(
-            flags=("--fp32-residual-connection", "--bf16"),
+            flags=(name, "--bf16"),
             rule=f"widens the residual stream of 16 bits, and the precision is {config.optimizer.precision}",
             works="--bf16 or --fp16; or leave it out",
+        )
+    if model.residual_is_normed:
+        flag = "--layernorm-placement" if model.layernorm_placement == "post" else RESIDUAL_AFTER_NORM
+        yield Problem(
+            flags=(name, flag),
+            rule=f"with {flag} the residual stream comes out of norms, in the precision of the model",
+            works="one of the two",
         )
 
 

@@ -106,7 +106,7 @@ _CONDITIONS: Mapping[str, Condition] = {
 
 _LATER = "is not available in this version"
 _LATER_ALL = "are not available in this version"
-_OUTSIDE = "outside what this project trains (GPT)"
+_OUTSIDE = "outside what this project trains (GPT and BERT)"
 _FORK = "is not a Megatron-LM flag, but one of a fork"
 _NO_NUMBER = "changes no number, and this version has no such switch"
 
@@ -317,7 +317,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
         f"this form of the layer {_LATER}",
         "leave it out",
-        "--apply-residual-connection-post-layernorm --apply-layernorm-1p --glu-linear-offset "
+        "--apply-layernorm-1p --glu-linear-offset "
         "--activation-func-clamp-value --mtp-* --enable-mhc-connections --mhc-* --use-mup --mup-* "
         "--heterogeneous-layers-* --num-unique-layers --param-sharing-style",
     ),
@@ -466,10 +466,14 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     ),
     # other programs
     (
-        f"BERT {_LATER}",
-        "leave it out",
-        "--bert-* --mask-prob --short-seq-prob --max-preds-per-seq --output-bert-embeddings "
-        "--eval-max-preds-per-seq --pretrained-bert",
+        "how many tokens are masked follows from the length of a sample",
+        "--mask-prob of pretrain_bert.py",
+        "--max-preds-per-seq --eval-max-preds-per-seq",
+    ),
+    (
+        f"this use of BERT {_LATER}",
+        "leave it out; pretrain_bert.py trains one",
+        "--bert-* --output-bert-embeddings --pretrained-bert",
     ),
     (
         f"reinforcement learning and fine-tuning on conversations are {_OUTSIDE}",

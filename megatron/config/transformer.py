@@ -12,8 +12,10 @@ from megatron.config.problems import Problem, divisors, multiples, near
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 CrossEntropyFusion = Literal["native", "linear"]
+LayerNormPlacement = Literal["pre", "post"]
 Activation = Literal["gelu_tanh", "gelu", "swiglu", "squared_relu"]
 
+RESIDUAL_AFTER_NORM = "--apply-residual-connection-post-layernorm"
 RECOMPUTABLE = ("core_attn", "layernorm", "mlp")
 # Megatron-LM's other parts of a layer, and what they are parts of.
 NOT_HERE = {
@@ -124,6 +126,21 @@ class TransformerConfig:
     norm_epsilon: float = field(
         default=1e-5,
         metadata=flag("Epsilon inside the norms.", affects="model", aliases=("--layernorm-epsilon",), above=0),
+    )
+    layernorm_placement: LayerNormPlacement = field(
+        default="pre",
+        metadata=flag(
+            "pre: a norm before attention and MLP, and one after the last layer; post: one after each residual sum, "
+            "and one after the embeddings, as BERT was published.",
+            affects="tensors",
+        ),
+    )
+    apply_residual_connection_post_layernorm: bool = field(
+        default=False,
+        metadata=flag(
+            "With norms before attention and MLP: add to what comes out of a norm, not to what goes into it.",
+            affects="model",
+        ),
     )
     activation: Activation = field(
         default="gelu_tanh",
@@ -282,6 +299,11 @@ class TransformerConfig:
         return self.apply_query_key_layer_scaling or (training and self.drops_attention_weights)
 
     @property
+    def residual_is_normed(self) -> bool:
+        """Whether what the layers add to is the output of a norm."""
+        return self.layernorm_placement == "post" or self.apply_residual_connection_post_layernorm
+
+    @property
     def tied_embeddings(self) -> bool:
         return not self.untie_embeddings_and_output_weights
 
@@ -345,6 +367,7 @@ class TransformerConfig:
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section."""
         yield from self._attention_problems()
+        yield from self._norm_problems()
         yield from self._position_problems()
         yield from self._recompute_problems()
         if self.cross_entropy_fusion_impl == "linear" and not self.cross_entropy_loss_fusion:
@@ -409,6 +432,23 @@ class TransformerConfig:
                     rule="a GPT looks back only: RIGHT is 0 or -1",
                     works=f"--window-size {left} 0",
                 )
+
+    def _norm_problems(self) -> Iterator[Problem]:
+        if self.layernorm_placement == "pre":
+            return
+        if self.apply_residual_connection_post_layernorm:
+            yield Problem(
+                flags=(RESIDUAL_AFTER_NORM, "--layernorm-placement"),
+                rule="is so with --layernorm-placement post, where every residual is the output of a norm",
+                works="one of the two",
+            )
+        if "layernorm" in self.recomputed_modules:
+            yield Problem(
+                flags=("--recompute-modules", "--layernorm-placement"),
+                value="layernorm",
+                rule="with --layernorm-placement post what a norm gives is the residual stream itself, which is kept",
+                works="--recompute-modules core_attn mlp, or one of them",
+            )
 
     def _position_problems(self) -> Iterator[Problem]:
         kind = self.position_embedding_type

@@ -57,7 +57,7 @@ def open_checkpoint(context: MegatronContext) -> Checkpoint | None:
             data, differs from the one that it was saved with.
     """
     config, wanted = context.config, context.config.checkpoint
-    checkpoint = find_checkpoint(wanted, context.state.world)
+    checkpoint = find_checkpoint(wanted, context.state.world, task=config.task)
     if checkpoint is None:
         return None
     changes = difference(checkpoint.config, config)

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megatron.config.arguments import ExtraArgsProvider, parse_arguments
-from megatron.config.megatron_config import MegatronConfig
+from megatron.config.megatron_config import MegatronConfig, Task
 from megatron.config.problems import ConfigError, Problem, UserError
 from megatron.config.training import TrainingConfig
 from megatron.core import device as devices
@@ -67,6 +67,7 @@ class MegatronContext:
         store: what all ranks can write to and read from; None in a world of one.
         started: when the program started, a reading of `time.monotonic`.
         launcher: the process that started this one and watches over it; None where none does.
+        neighbours: the processes of the ranks of this node, as far as this one can see them, by rank.
     """
 
     config: MegatronConfig
@@ -74,6 +75,7 @@ class MegatronContext:
     device: torch.device
     extra: argparse.Namespace
     store: Store | None = None
+    neighbours: Mapping[int, int] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     launcher: int | None = None
 
@@ -98,10 +100,13 @@ class MegatronContext:
             print(text, flush=True)
 
     @contextmanager
-    def exiting(self, interrupted: str = "interrupted") -> Iterator[None]:
+    def exiting(self, interrupted: str = "interrupted", *, after_loss: str = "") -> Iterator[None]:
         """Ends the program as `failures.exiting` does, each reason being said once, however many ranks have it.
 
         The others lose a rank that ends while they wait for it, and end without a traceback: it says why.
+
+        Args:
+            after_loss: what to do once a rank is lost that says nothing; "" where there is nothing to add.
         """
         with exiting(self._speaks, said_by=self._said_by, records=_record_for_launcher, interrupted=interrupted):
             try:
@@ -109,11 +114,12 @@ class MegatronContext:
             except RuntimeError as error:
                 if self.store is None or not _is_lost_connection(error):
                     raise
-                raise self._gone(self.store) from error
+                raise self._gone(self.store, after_loss) from error
 
-    def _gone(self, store: Store) -> RankGone:
+    def _gone(self, store: Store, after_loss: str) -> RankGone:
         """What a lost connection means: another rank has ended, and says why or could not."""
-        rank, nodes = self.state.rank, self.state.nodes
+        rank = self.state.rank
+        advice = f"; {after_loss}" if after_loss else ""
         try:
             if not _reaches(store, _ENDED, 1, within=_TIME_TO_SPEAK):
                 speaks = store.add(_LOST, 1) == 1
@@ -121,7 +127,7 @@ class MegatronContext:
                     _reaches(store, _LOST, self.state.world.size - 1)
                 return RankGone(
                     f"rank {rank} has lost another rank, which has not said why: where its output has no error either, "
-                    "it was killed, or its node or the network failed; --load goes on from the last checkpoint",
+                    f"it was killed, or its node or the network failed{advice}",
                     speaks=speaks,
                 )
             store.add(_ENDED, 1)
@@ -129,12 +135,19 @@ class MegatronContext:
                 _reaches(store, _ENDED, self.state.world.size)
             return RankGone(f"rank {rank} has lost another rank, which says why it has ended", speaks=False)
         except dist.DistError:
-            first = min((other for other in range(1, len(nodes)) if nodes[other] == nodes[rank]), default=rank)
-            return RankGone(
-                f"rank {rank} has lost another rank, and the store where they meet: what has ended, or has ended it, "
-                "says why",
-                speaks=rank == first,
-            )
+            return self._gone_with_store(advice)
+
+    def _gone_with_store(self, advice: str) -> RankGone:
+        """The same where ranks cannot ask each other any more: the first that is left of a node speaks for it."""
+        time.sleep(_TIME_TO_ASK / 2)  # what was killed together does not end at one moment
+        rank = self.state.rank
+        ended = [other for other, process in self.neighbours.items() if not _lives(process)]
+        of_node = f" (of this node {' and '.join(f'rank {other}' for other in ended)})" if ended else ""
+        return RankGone(
+            f"rank {rank} has lost another rank{of_node}, and the store where they meet: what has ended, or has ended "
+            f"it, says why, unless it was killed{advice}",
+            speaks=rank == min(self.neighbours.keys() - {0, *ended}, default=rank),  # the store may end before rank 0
+        )
 
     def _speaks(self, why: BaseException) -> bool:
         """The first rank that has a reason; rank 0 where all have the same one, and the store may be gone."""
@@ -155,6 +168,9 @@ class MegatronContext:
 
     def _said_by(self, why: BaseException) -> str:
         """Which rank has spoken, where not all would have said the same, and it does not say so itself."""
+        if isinstance(why, RankGone):
+            time.sleep(_TIME_TO_ASK)  # the others of this node see whether it lives
+            return ""
         if not isinstance(why, UserError) or self.store is None:
             return ""
         try:
@@ -186,6 +202,15 @@ def _record_for_launcher(text: str) -> None:
         record = {"message": beginning, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):  # the disk may be full, and that may be the reason: it is printed all the same
             Path(file).write_text(json.dumps({"message": record}), encoding="utf-8")
+
+
+def _lives(process: int) -> bool:
+    """Whether it has not ended. One that was killed is there until its parent has asked for it."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def _reaches(store: Store, key: str, count: int, within: float | None = None) -> bool:
@@ -343,6 +368,8 @@ def launch_line(world_size: int, ranks_per_node: int = DEFAULT_RANKS_PER_NODE, *
 def initialize_megatron(
     argv_or_config: Sequence[str] | MegatronConfig | None = None,
     extra_args_provider: ExtraArgsProvider | None = None,
+    *,
+    task: Task = "gpt",
 ) -> MegatronContext:
     """Parse and check the arguments, then create the process groups.
 
@@ -350,6 +377,7 @@ def initialize_megatron(
         argv_or_config: the arguments, or a ready configuration; None takes the command line, and then a wrong argument
             ends the program with exit code 2 and the list of all that is wrong, printed by one rank of each node.
         extra_args_provider: adds the user's own arguments to the parser; their values are in `context.extra`.
+        task: what is trained, which decides the options that there are; a ready configuration says it itself.
 
     Raises:
         ConfigError: the arguments break rules (all of them are listed).
@@ -357,8 +385,8 @@ def initialize_megatron(
     """
     if argv_or_config is None:
         with exiting_at_the_start():
-            return _initialize(sys.argv[1:], extra_args_provider)
-    return _initialize(argv_or_config, extra_args_provider)
+            return _initialize(sys.argv[1:], extra_args_provider, task)
+    return _initialize(argv_or_config, extra_args_provider, task)
 
 
 def exiting_at_the_start() -> AbstractContextManager[None]:
@@ -376,7 +404,7 @@ def _speaks_at_the_start(why: BaseException) -> bool:
 
 
 def _initialize(
-    argv_or_config: Sequence[str] | MegatronConfig, extra_args_provider: ExtraArgsProvider | None
+    argv_or_config: Sequence[str] | MegatronConfig, extra_args_provider: ExtraArgsProvider | None, task: Task
 ) -> MegatronContext:
     started, parent = time.monotonic(), os.getppid()
     launch = read_launch_environment(os.environ)
@@ -389,10 +417,11 @@ def _initialize(
         config, extra = parse_arguments(
             argv_or_config,
             extra_args_provider,
+            task=task,
             world_size=launch.world_size,
             launched=launch.launched,
             machine_problems=_machine_problems,
-            saved_config=saved_config,
+            saved_config=partial(saved_config, task=task),
             comment=_planned_memory,
             say=partial(print, flush=True) if launch.rank == 0 else lambda text: None,
         )
@@ -462,10 +491,10 @@ def _join(
         device = devices.choose_device(backend, launch.local_rank, gpu_per_task=launch.gpu_per_task)
     except ValueError as error:
         raise LaunchError(str(error), speaks=launch.local_rank == 0) from error
-    nodes, store = ["node0"], None
+    nodes, neighbours, store = ["node0"], dict[int, int](), None
     if launch.launched:
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        nodes, store = _join_world(launch, backend, device, timeout, config.values_of_all_ranks())
+        nodes, neighbours, store = _join_world(launch, backend, device, timeout, config.values_of_all_ranks())
     state = parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -480,6 +509,7 @@ def _join(
         device=device,
         extra=extra,
         store=store,
+        neighbours=neighbours,
         started=started,
         launcher=parent if launch.watched else None,
     )
@@ -549,14 +579,17 @@ def _join_world(
     device: torch.device,
     timeout: timedelta,
     options: Mapping[str, object],
-) -> tuple[list[str], Store]:
-    """Meet the other ranks and initialise `torch.distributed`; the node of each rank, and the store they met at.
+) -> tuple[list[str], dict[int, int], Store]:
+    """Meet the other ranks and initialise `torch.distributed`.
 
     A roll call comes before the communicators, whose own time-out would not say who is missing. In it each rank says
     what it was started with, too: ranks with other options would train together without a word, and wrongly.
 
     Args:
         options: what has to be the same on all ranks.
+
+    Returns:
+        The node of each rank, the processes of this node by rank, and the store that all have met at.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -587,7 +620,9 @@ def _join_world(
     if rank == 0:
         tcp_store.set(_JOB_OF_RANK_0, launch.job)
         roll.set(_OPTIONS_OF_RANK_0, words)
-    roll.set(str(rank), json.dumps([launch.node, hashlib.sha256(words.encode()).hexdigest()]))
+    # Processes in containers of their own do not see each other, though they are on one node.
+    place = [launch.node, os.readlink("/proc/self/ns/pid")]
+    roll.set(str(rank), json.dumps([place, os.getpid(), hashlib.sha256(words.encode()).hexdigest()]))
     try:
         host = tcp_store.get(_JOB_OF_RANK_0).decode()
         if host != launch.job:
@@ -614,7 +649,7 @@ def _join_world(
             speaks=rank == min(set(range(world_size)) - set(missing)),
         ) from error
     answers = [json.loads(answer) for answer in roll.multi_get([str(other) for other in range(world_size)])]
-    odd = [other for other, (_, digest) in enumerate(answers) if digest != answers[0][1]]
+    odd = [other for other, (*_, digest) in enumerate(answers) if digest != answers[0][-1]]
     if odd:
         raise LaunchError(
             f"{_ranks(odd)} started with other options than rank 0: "
@@ -622,7 +657,8 @@ def _join_world(
             "start all ranks with the same command line and files",
             speaks=rank == odd[0],
         )
-    nodes = [node for node, _ in answers]
+    nodes = [node for (node, _), *_ in answers]
+    neighbours = {other: process for other, (there, process, _) in enumerate(answers) if there == place}
     dist.init_process_group(
         backend,
         store=PrefixStore("megatron", store),
@@ -630,7 +666,7 @@ def _join_world(
         world_size=world_size,
         timeout=timeout,
     )
-    return nodes, store
+    return nodes, neighbours, store
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.arguments import ExtraArgsProvider
+from megatron.config.megatron_config import Task
 from megatron.core.collectives import barrier
 from megatron.core.parallel_state import destroy_model_parallel
 from megatron.optimizer.build import build_optimizer
@@ -44,6 +45,7 @@ def pretrain(
     model_provider: ModelProvider,
     forward_step: ForwardStep,
     *,
+    task: Task = "gpt",
     extra_args_provider: ExtraArgsProvider | None = None,
     context: MegatronContext | None = None,
 ) -> Run:
@@ -53,6 +55,7 @@ def pretrain(
         datasets_provider: builds the training, validation and test data.
         model_provider: builds one pipeline chunk of the model.
         forward_step: runs one micro-batch through one chunk.
+        task: what is trained, which decides the options of the command line.
         extra_args_provider: adds the user's own arguments to the parser.
         context: of an `initialize_megatron` that was called before; by default it is called here.
 
@@ -69,8 +72,10 @@ def pretrain(
         Without a context each of these ends the program with exit code 2 and the reason, printed once.
     """
     if context is None:
-        context = initialize_megatron(extra_args_provider=extra_args_provider)
-        with context.exiting("interrupted; the last checkpoint stays as it is"):
+        context = initialize_megatron(extra_args_provider=extra_args_provider, task=task)
+        save = None if context.config.training.skip_train else context.config.checkpoint.save
+        after_loss = "" if save is None else f"--load {save} goes on from the last checkpoint"
+        with context.exiting("interrupted; the last checkpoint stays as it is", after_loss=after_loss):
             run = _pretrain(context, datasets_provider, model_provider, forward_step)
         if dist.is_initialized():
             # Threads of communicators that outlive Python would wait for an interpreter that is gone, and abort.

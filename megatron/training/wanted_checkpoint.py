@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from megatron.checkpointing import Checkpoint, CheckpointBelowError, NoCheckpointError, load_checkpoint
+from megatron.checkpointing import (
+    Checkpoint,
+    CheckpointBelowError,
+    CheckpointError,
+    NoCheckpointError,
+    load_checkpoint,
+)
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.megatron_config import MegatronConfig
+from megatron.config.megatron_config import PROGRAMS, MegatronConfig, Task
 from megatron.core.comm_group import CommGroup
 
 
-def find_checkpoint(wanted: CheckpointConfig, world: CommGroup) -> Checkpoint | None:
+def find_checkpoint(wanted: CheckpointConfig, world: CommGroup, *, task: Task) -> Checkpoint | None:
     """Open it; None when none is asked for, or none need be there. A collective over `world`.
 
     Raises:
-        CheckpointError: there is none (and no `--load-if-exists`), or it is damaged.
+        CheckpointError: there is none (and no `--load-if-exists`), it is damaged, or it is of another task.
     """
     if wanted.load is None:
         return None
     try:
-        return load_checkpoint(wanted.load, step=wanted.ckpt_step, world=world)
+        checkpoint = load_checkpoint(wanted.load, step=wanted.ckpt_step, world=world)
     except NoCheckpointError as error:
         if wanted.load_if_exists:
             return None
@@ -25,9 +31,15 @@ def find_checkpoint(wanted: CheckpointConfig, world: CommGroup) -> Checkpoint | 
         below = isinstance(error, CheckpointBelowError)
         offer = "" if below else "; --load-if-exists starts a new run where there is none"
         raise NoCheckpointError(f"--load: {error}{offer}") from error
+    if (saved := checkpoint.config.task) != task:
+        raise CheckpointError(
+            f"--load: {checkpoint.folder} holds a {saved.upper()}, which {PROGRAMS[saved]} goes on with; this is "
+            f"{PROGRAMS[task]}, for a {task.upper()}"
+        )
+    return checkpoint
 
 
-def saved_config(wanted: CheckpointConfig) -> MegatronConfig | None:
+def saved_config(wanted: CheckpointConfig, *, task: Task) -> MegatronConfig | None:
     """What it was saved with. Each rank reads it for itself: the layout of the ranks is not known yet."""
-    checkpoint = find_checkpoint(wanted, CommGroup.single("world"))
+    checkpoint = find_checkpoint(wanted, CommGroup.single("world"), task=task)
     return None if checkpoint is None else checkpoint.config

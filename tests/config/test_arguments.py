@@ -330,16 +330,16 @@ def test_the_command_that_help_shows_is_a_whole_run() -> None:
 
 
 def test_field_names_are_unique_over_sections() -> None:
-    names = [option.field for option in all_options()]
+    names = [option.field for option in all_options("bert")]
     assert len(names) == len(set(names))
 
 
 def test_every_option_can_be_set_by_its_field_name() -> None:
     samples = {"number": "3", "fraction": "0.5", "text": "word", "switch": ""}
-    for option in all_options():
+    for option in all_options("bert"):
         word = option.choices[0] if option.choices else samples[option.kind]
         count = option.flag.words if isinstance(option.flag.words, int) else 1
-        reader = _Reader(extra_options={})
+        reader = _Reader(task="bert", extra_options={})
         reader.read_flags([_Group(name=f"--{option.field}", words=[word] * count if word else [])])
         assert reader.problems == []
         expected = read_words(option, [word] * count) if word else True

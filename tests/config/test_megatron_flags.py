@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from megatron.config import ConfigError, MegatronConfig, parse_arguments
 from megatron.config.arguments import _spellings
+from megatron.config.megatron_config import Task
 from megatron.config.megatron_flags import FUSION_FLAG, _table, known_flag
 from tests.config.conftest import command_line
 
@@ -29,7 +31,7 @@ def test_no_flag_of_megatron_lm_is_unknown(source: str) -> None:
     unknown = []
     for name in NAMES[source]:
         name = name.replace("_", "-")
-        if name not in _spellings() and name != FUSION_FLAG and known_flag(name) is None:
+        if name not in _spellings("bert") and name != FUSION_FLAG and known_flag(name) is None:
             unknown.append(name)
     assert unknown == []
 
@@ -40,7 +42,7 @@ def test_the_census_is_whole() -> None:
 
 
 def test_no_option_is_also_in_the_table_of_other_flags() -> None:
-    assert [name for name in _table() if name in _spellings()] == []
+    assert [name for name in _table() if name in _spellings("bert")] == []
 
 
 def test_every_refusal_has_a_reason_and_an_alternative_that_exists() -> None:
@@ -48,7 +50,7 @@ def test_every_refusal_has_a_reason_and_an_alternative_that_exists() -> None:
         assert known.already or (known.reason and known.instead), name
         for word in known.instead.replace(",", " ").replace(";", " ").split():
             if word.startswith("--"):
-                assert word in _spellings() or word == "--config", (name, word)
+                assert word in _spellings("bert") or word == "--config", (name, word)
 
 
 def test_a_flag_of_which_some_values_are_so_has_a_reason_for_the_others() -> None:
@@ -57,12 +59,19 @@ def test_a_flag_of_which_some_values_are_so_has_a_reason_for_the_others() -> Non
             assert known.reason and known.instead, name
 
 
+TOKENIZERS: dict[Task, str] = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
+
+
 def outcome(line: dict[str, object]) -> MegatronConfig | ConfigError:
-    words = line["args"]
+    words, task = line["args"], cast(Task, line["kind"])
     assert isinstance(words, list)
     try:
         config, _ = parse_arguments(
-            words, defaults={"tokenizer_type": "GPT2BPETokenizer"}, check_files=False, say=lambda text: None
+            words,
+            task=task,
+            defaults={"tokenizer_type": TOKENIZERS[task]},
+            check_files=False,
+            say=lambda text: None,
         )
         return config
     except ConfigError as error:
@@ -89,7 +98,9 @@ def test_a_published_launch_line_gives_a_configuration_or_names_every_refused_fl
 
 def test_the_launch_lines_that_ask_for_nothing_refused_are_accepted() -> None:
     accepted = {str(line["id"]) for line in LINES if isinstance(outcome(line), MegatronConfig)}
-    assert accepted == {"LA034", "LA035", "LA036", "LA042", "LA049", "LA050", "LA051"}
+    gpt = {"LA034", "LA035", "LA036", "LA042", "LA049", "LA050", "LA051"}
+    bert = {"LA010", "LA011", "LA014", "LA025", "LA031", "LA032", "LA039", "LA045", "LA047"}
+    assert accepted == gpt | bert
 
 
 def test_the_175b_line_is_read_as_it_was_meant() -> None:
