@@ -1,4 +1,11 @@
-"""Saving in the background: training waits for a copy of this rank's share, and a thread writes the copy.
+"""Saving in the background: a thread copies this rank's share while the training goes on, and writes the copy.
+
+Note [When the copy is made]
+The next iteration reads the weights and the optimizer from its start, and changes them at its end. So the copy is made
+during its forward and backward passes, and only the update must wait for it: CheckFreq's two phases, snapshot and
+persist (Mohan et al., FAST 2021, section 4). What is no tensor is written down in `start` already. On a GPU the copies
+are queued on a stream of their own, behind all that the training had queued when it called `start`, and the thread
+waits for each; so work that is queued after `wait_for_copy` cannot overtake them.
 
 Note [Ranks that write in the background]
 While threads write, the training uses the communicators, so the ranks speak through files in the temporary folder of
@@ -22,7 +29,7 @@ from typing import Any
 from megatron.checkpointing import storage
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.save import Save
-from megatron.checkpointing.shares import share_of
+from megatron.checkpointing.shares import Share, share_of
 from megatron.checkpointing.staging import StagingBuffer
 from megatron.config.problems import counted, listing
 from megatron.core.agreement import agree, place_of, reason_of
@@ -39,7 +46,7 @@ class Written:
     """A checkpoint that is complete.
 
     Attributes:
-        seconds: from the moment at which training went on to its being complete.
+        seconds: from the end of `start` to its being complete.
         notes: what `afterwards` has said.
     """
 
@@ -88,7 +95,7 @@ class AsyncSaver:
         *,
         afterwards: Callable[[], Iterable[str]] = tuple,
     ) -> None:
-        """Begin a save. The tensors may change when this returns; all else is as in `save_checkpoint`.
+        """Begin a save; all is as in `save_checkpoint`, but that the tensors must not change until `wait_for_copy`.
 
         Args:
             afterwards: is called on the first rank when the checkpoint is complete, by its thread.
@@ -102,7 +109,7 @@ class AsyncSaver:
         try:
             writers = save.prepare_on_all(tensors, self._world, self._replicas)
             background = _Background(save=save, writers=writers, afterwards=afterwards)
-            agree(self._world, save.phase, lambda: self._stage(background), raises=CheckpointError)
+            agree(self._world, save.phase, lambda: self._make_ready(background), raises=CheckpointError)
         except Exception:
             if background is not None:
                 background.close_index()
@@ -110,6 +117,11 @@ class AsyncSaver:
             raise
         self._background = background
         background.thread.start()
+
+    def wait_for_copy(self) -> None:
+        """Wait until the tensors of the save that was started may change. A copy that failed is told at its end."""
+        if self._background is not None:
+            self._background.copied.wait()
 
     def finish(self) -> Written | None:
         """Wait until the save that was started is complete. Returns: None if none was.
@@ -158,11 +170,11 @@ class AsyncSaver:
         self._background = None
         return background.end
 
-    def _stage(self, background: _Background) -> None:
-        """Copy the share, and have the lock that says that it will be written."""
+    def _make_ready(self, background: _Background) -> None:
+        """Have room for the share, and the lock that says that it will be written."""
         save = background.save
         if save.share.tensors:
-            save.share = self._buffer.copy(save.share)
+            background.copy = self._buffer.snapshot(save.share)
             background.index = save.open_index()
 
 
@@ -173,7 +185,9 @@ class _Background:
     save: Save
     writers: Sequence[int]
     afterwards: Callable[[], Iterable[str]]
+    copy: Callable[[], Share] = Share
     index: WholeFile | None = None
+    copied: threading.Event = field(default_factory=threading.Event)
     share_ended: threading.Event = field(default_factory=threading.Event)
     share_error: Exception | None = None
     end: Written | Exception | None = None
@@ -208,7 +222,7 @@ class _Background:
         if self.index is not None:
             self.index.discard()
 
-    # ---- the thread that writes ----
+    # ---- the thread that copies and writes ----
 
     def _run(self) -> None:
         started = time.perf_counter()
@@ -216,6 +230,7 @@ class _Background:
             self._write_share()
         except Exception as error:  # whatever it is, the other ranks must hear of it
             self.share_error = error
+        self.copied.set()  # or never will be
         self.share_ended.set()
         if self.save.rank == 0:
             self.end = self._end_on_first_rank(started)
@@ -224,6 +239,7 @@ class _Background:
         if self.index is None:
             return
         try:
+            self._copy_share()
             self.save.write_shard(self.index.file)
             self.index.publish()
         except Exception as error:
@@ -231,6 +247,13 @@ class _Background:
             raise
         finally:
             self.index.discard()
+
+    def _copy_share(self) -> None:
+        try:
+            self.save.share = self.copy()
+        except (MemoryError, RuntimeError) as error:  # no room for what is copied in parts, on the host or the GPU
+            raise CheckpointError(f"copying what is to be saved: {reason_of(error)}") from error
+        self.copied.set()
 
     def _leave_word(self, error: Exception) -> None:
         """Say why, on a disk that may be full: what was written makes room for it."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,8 +15,6 @@ from megatron.checkpointing import storage
 from megatron.checkpointing.shares import Share
 
 _ALIGNMENT = 64
-# The C library writes around the caches where it copies some hundred megabytes at once, which is faster by half.
-_PIECE_BYTES = 2**28
 
 
 class StagingBuffer:
@@ -27,36 +25,71 @@ class StagingBuffer:
 
     def reserve(self, share: Share) -> None:
         """Have room for a share; pinned where it is copied from a GPU."""
-        size = sum(run.room for run in _runs(share.pending))
+        size = sum(_room(part.size) for part in share.pending)
         if self.memory.numel() < size:
             on_gpu = any(part.tensor.device.type == "cuda" for part in share.pending)
             self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
             self.memory.zero_()
 
-    def copy(self, share: Share) -> Share:
-        """Copy a share; the result is of the same slices and must be written before the next one is copied."""
+    def snapshot(self, share: Share) -> Callable[[], Share]:
+        """What copies a share as it is now, to be called by another thread while nothing changes its tensors.
+
+        The copy is of the same slices, and must be written before the next one is made.
+        """
         self.reserve(share)
+        moment = _moment(share)
+        return lambda: self._copy(share, moment)
+
+    def _copy(self, share: Share, moment: torch.cuda.Event | None) -> Share:
+        with _following(moment):
+            return Share(tensors=share.tensors, pending=self._copied(share))
+
+    def _copied(self, share: Share) -> list[storage.PendingSlice | storage.LazySlice]:
         staged: list[storage.PendingSlice | storage.LazySlice] = []
-        pieces: list[tuple[Tensor, Tensor]] = []
         first = 0
         for run in _runs(share.pending):
             room = self.memory[first : first + run.size]
-            first += run.room
+            first += _room(run.size)
             position = 0
             for part in run.parts:
                 values = room[position : position + part.size].view(part.dtype).view(part.shape)
                 staged.append(storage.PendingSlice(key=part.key, tensor=values, box=part.box))
                 position += part.size
             if run.is_plain:
-                pieces += zip(_pieces(run.bytes()), _pieces(room), strict=True)
+                # By the C library, which writes around the caches where it copies some hundred megabytes at once: one
+                # core is as fast as the memory, and torch would take those that train.
+                np.copyto(room.numpy(), run.bytes().numpy())
             else:
                 (part,) = run.parts
                 storage.copy_elements(part.tensor, room.view(part.dtype))
-        # Threads of torch would wait for each other after every piece, and spin where others need the cores.
-        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
-            for _ in pool.map(lambda piece: np.copyto(piece[1].numpy(), piece[0].numpy()), pieces):
-                pass
-        return Share(tensors=share.tensors, pending=staged)
+        return staged
+
+
+def _moment(share: Share) -> torch.cuda.Event | None:
+    """On a GPU, the end of what has been queued there until now, and so of what has computed the share."""
+    devices = {part.tensor.device for part in share.pending if part.tensor.device.type == "cuda"}
+    if not devices:
+        return None
+    (device,) = devices
+    moment: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    return moment
+
+
+@contextmanager
+def _following(moment: torch.cuda.Event | None) -> Iterator[None]:
+    """Have copies from a GPU, each of which its caller waits for, begin after a moment and beside all later work."""
+    if moment is None:
+        yield
+        return
+    stream = torch.cuda.Stream(moment.device)  # type: ignore[no-untyped-call]
+    stream.wait_event(moment)
+    with torch.cuda.stream(stream):
+        yield
+
+
+def _room(size: int) -> int:
+    """Bytes of the buffer for so many bytes: what comes next begins at a multiple that suits every dtype."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 Part = storage.PendingSlice | storage.LazySlice
@@ -76,11 +109,6 @@ class _Run:
     @property
     def size(self) -> int:
         return sum(part.size for part in self.parts)
-
-    @property
-    def room(self) -> int:
-        """Bytes of the buffer: those of the next run begin at a multiple that suits every dtype."""
-        return -(-self.size // _ALIGNMENT) * _ALIGNMENT
 
     def bytes(self) -> Tensor:
         values = self.parts[0].tensor
@@ -117,7 +145,3 @@ def _runs(parts: Iterable[Part]) -> Iterator[_Run]:
     for part in parts:
         if not _is_plain(part):
             yield _Run(parts=[part], is_plain=False)
-
-
-def _pieces(run: Tensor) -> Iterator[Tensor]:
-    return iter(torch.split(run, _PIECE_BYTES))

@@ -131,11 +131,15 @@ class Hook:
     def on_start(self, run: Run) -> None:
         """Before the first iteration."""
 
+    def before_update(self, run: Run) -> None:
+        """In each iteration once its gradients are there. Weights and optimizer are still those of the one before."""
+
     def after_step(self, run: Run, report: StepReport) -> None:
         """After each iteration.
 
         With `--overlap-param-gather` a hook that reads weights otherwise than by calling the model must first wait for
-        them, by `chunk.wait_for_parameters()` for each of `run.chunks`.
+        them, by `chunk.wait_for_parameters()` for each of `run.chunks`. One that changes them must stand before the one
+        that saves, which may copy them until the next update.
         """
 
     def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:

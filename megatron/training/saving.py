@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron.checkpointing import AsyncSaver, CheckpointError, Retention, Written, save_checkpoint
+from megatron.core.collectives import all_gather_object
 from megatron.training.checkpoints import kept_of
 from megatron.training.failures import launcher_gone
 from megatron.training.initialize import MegatronContext
@@ -33,11 +34,24 @@ class Saving(Hook):
         self._background = AsyncSaver(world=state.world, replicas=state.data_context) if wanted.async_save else None
         self._saved: int | None = None
         self._told = True
+        self._stood_still: float | None = None  # seconds until now, for a copy that is being made
 
     def on_start(self, run: Run) -> None:
         self._saved = run.progress.iteration  # what was just loaded, or nothing worth keeping, needs no saving
         if self._background is not None:
             self._background.reserve(kept_of(run)[0])
+
+    def before_update(self, run: Run) -> None:
+        """Let what is saved in the background be copied before it changes; a collective after the start of a save."""
+        if self._background is None or self._stood_still is None:
+            return
+        start = time.perf_counter()
+        self._background.wait_for_copy()
+        mine, self._stood_still = self._stood_still + time.perf_counter() - start, None
+        run.say(
+            f"  saving checkpoint from iteration {run.progress.iteration:7d} in the background; training stood still "
+            f"for {max(all_gather_object(mine, run.state.world)):.3f} s"
+        )
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._background is not None:
@@ -73,16 +87,15 @@ class Saving(Hook):
             return
         self._settle()
         waited = time.perf_counter() - start
+        if waited > _LONG_WAIT:
+            run.say(f"  training stood still for {waited:.1f} s, until the checkpoint before was written")
+        start = time.perf_counter()
         tensors, metadata = kept_of(run)
         self._background.start(
             self._folder.path, iteration, tensors, metadata, afterwards=lambda: self._delete_obsolete(iteration)
         )
         self._saved, self._told = iteration, False
-        before = f", {waited:.1f} s of it for the checkpoint before" if waited > _LONG_WAIT else ""
-        run.say(
-            f"  saving checkpoint from iteration {iteration:7d} in the background; training stood still for "
-            f"{time.perf_counter() - start:.3f} s{before}"
-        )
+        self._stood_still = time.perf_counter() - start
 
     def _settle(self) -> None:
         """Wait until what is saved in the background has ended, well or not; a collective."""

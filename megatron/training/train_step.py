@@ -71,6 +71,8 @@ def train_step(run: Run) -> StepReport:
     faults = non_finite_gradients(run.chunks) if run.looks_for_nan else []
     with run.timers("grads-reduce"):
         finalize_model_grads(run.chunks, tensor=run.state.tensor, embedding=run.state.embedding)
+    for hook in run.hooks:
+        hook.before_update(run)
     update = _update(run, begun)
     if update.applied:
         run.scheduler.step(increment=begun.batch.global_batch_size)

@@ -1,4 +1,4 @@
-"""Saved in the background: the same bytes as a save that is waited for, from a copy that is taken at once."""
+"""Saved in the background: the same bytes as a save that is waited for, from a copy of what must not change yet."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from tests.checkpointing.test_shares import everything
 from tests.helpers.distributed import RankFailure, run_distributed
 
 write_shard = storage.write_shard
+copied = staging.StagingBuffer._copied
 
 
 def alone() -> AsyncSaver:
@@ -85,6 +86,7 @@ def _both_ways(rank: int, world_size: int, root: Path) -> None:
     save_checkpoint(root / "waited", 5, tensors, {}, world=world, replicas=world)
     saver = AsyncSaver(world=world, replicas=world)
     saver.start(root / "background", 5, tensors, {})
+    saver.wait_for_copy()
     for named in tensors:
         assert isinstance(named.tensor, torch.Tensor)
         named.tensor.fill_(0.0)
@@ -92,7 +94,7 @@ def _both_ways(rank: int, world_size: int, root: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_write_the_same_files_and_none_changes_after_the_start(tmp_path: Path, world_size: int) -> None:
+def test_ranks_write_the_same_files_and_none_changes_after_the_copy(tmp_path: Path, world_size: int) -> None:
     run_distributed(_both_ways, world_size, tmp_path)
     assert files(tmp_path / "background") == files(tmp_path / "waited")
 
@@ -104,6 +106,7 @@ def test_the_copy_is_of_the_moment_and_the_buffer_is_one(tmp_path: Path) -> None
     for iteration in range(1, 5):
         values.fill_(iteration)
         saver.start(tmp_path, iteration, [whole("model.w", values)], {})
+        saver.wait_for_copy()
         values.fill_(-1)
         places.add(saver._buffer.memory.data_ptr())
         saver.finish()
@@ -134,19 +137,48 @@ def test_nothing_is_under_its_name_before_it_is_complete_and_the_trainer_hears_o
     assert load_checkpoint(tmp_path, world=ALONE).iteration == 2
 
 
+def test_the_trainer_goes_on_at_once_and_waits_for_the_copy_before_it_changes_anything(tmp_path: Path) -> None:
+    values, metadata, computed = torch.ones(1000), {"iteration": 5}, threading.Event()
+    save_checkpoint(tmp_path / "waited", 5, [whole("model.w", values)], metadata, world=ALONE)
+    saver = alone()
+
+    def slow(*arguments: Any) -> Any:
+        assert computed.wait(30.0)
+        time.sleep(0.2)
+        return copied(*arguments)
+
+    with patch.object(staging.StagingBuffer, "_copied", slow):
+        saver.start(tmp_path / "background", 5, [whole("model.w", values)], metadata)
+        metadata["iteration"] = 6
+        computed.set()
+        saver.wait_for_copy()
+        values.fill_(-1)
+        saver.finish()
+    assert files(tmp_path / "background") == files(tmp_path / "waited")
+    saver.wait_for_copy()  # there is none to wait for
+
+
 def full_disk(*_: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _ends_of_a_failure(rank: int, world_size: int, root: Path, victim: int) -> tuple[str, str]:
+FAILING: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "write": (storage, "write_shard", write_shard),
+    "copy": (staging.StagingBuffer, "_copied", copied),
+}
+
+
+def _ends_of_a_failure(rank: int, world_size: int, root: Path, victim: int, what: str) -> tuple[str, str]:
     """What the first rank hears without a word from the others, and the error that all get."""
+    target, name, works = FAILING[what]
     world = world_group(rank, world_size)
     saver = AsyncSaver(world=world, replicas=world)
     tensors = model(CommGroup.single("tensor", rank), filled=True)
     saver.start(root, 1, tensors, {})
     saver.finish()
-    with patch.object(storage, "write_shard", full_disk if rank == victim else write_shard):
+    with patch.object(target, name, full_disk if rank == victim else works):
         saver.start(root, 2, tensors, {})
+        saver.wait_for_copy()
         heard = ""
         if rank == 0:
             while (end := saver.ended()) is None:
@@ -162,11 +194,13 @@ def _ends_of_a_failure(rank: int, world_size: int, root: Path, victim: int) -> t
     return heard, str(error.value)
 
 
-@pytest.mark.parametrize("world_size, victim", [(1, 0), (3, 0), (3, 2)])
+@pytest.mark.parametrize(
+    "world_size, victim, what", [(1, 0, "write"), (3, 0, "write"), (3, 2, "write"), (1, 0, "copy"), (2, 1, "copy")]
+)
 def test_a_failure_on_any_rank_is_known_on_the_first_and_raised_on_all(
-    tmp_path: Path, world_size: int, victim: int
+    tmp_path: Path, world_size: int, victim: int, what: str
 ) -> None:
-    texts = run_distributed(_ends_of_a_failure, world_size, tmp_path, victim, timeout=60)
+    texts = run_distributed(_ends_of_a_failure, world_size, tmp_path, victim, what, timeout=60)
     for text in (texts[0][0], *(text for _, text in texts)):
         assert "saving iteration 2 to " in text
         assert f"rank {victim} on {os.uname().nodename}: OSError: [Errno 28] No space left on device" in text
@@ -275,7 +309,7 @@ def test_what_lies_together_is_copied_at_once_and_all_of_it_is_aligned() -> None
     assert ["model.0", "model.1", "model.2"] in runs
     assert sorted(key for run in runs for key in run) == sorted(part.key for part in share.pending)
     buffer = staging.StagingBuffer()
-    staged = {part.name: part for part in buffer.copy(share).pending}
+    staged = {part.name: part for part in buffer.snapshot(share)().pending}
     for part in share.pending:
         values = part.tensor.joined() if isinstance(part.tensor, Halves) else part.tensor
         copied = staged[part.name].tensor

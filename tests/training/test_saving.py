@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,12 +20,14 @@ from megatron.checkpointing import (
     list_checkpoints,
     load_checkpoint,
     read_tracker,
+    staging,
     storage,
 )
 from megatron.training.failures import LauncherGone, NonFiniteError
 from megatron.training.metrics import StepReport
 from megatron.training.pretrain import train
 from megatron.training.run import Hook, Run
+from pretrain_gpt import forward_step as gpt_forward_step
 from tests.checkpointing.test_async_save import files
 from tests.helpers.launch import launch, pretrain_gpt, pretrain_tiny
 from tests.helpers.numerics import assert_bitwise
@@ -33,6 +36,7 @@ from tests.training.runs import build, trained
 from tests.training.test_train_step import state_of
 
 write_shard = storage.write_shard
+copied = staging.StagingBuffer._copied
 BOTH_WAYS = pytest.mark.parametrize("ways", [(), ("--async-save",)], ids=["waited-for", "in-background"])
 
 
@@ -61,7 +65,12 @@ def test_old_checkpoints_are_deleted_when_newer_ones_are_complete(
 
 
 @pytest.mark.parametrize(
-    "layout", [(), ("--use-distributed-optimizer", "--bf16"), ("--use-precision-aware-optimizer", "--bf16")]
+    "layout",
+    [
+        ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+        ("--use-distributed-optimizer", "--bf16"),
+        ("--use-precision-aware-optimizer", "--bf16"),
+    ],
 )
 def test_a_run_saves_the_same_in_the_background(layout: tuple[str, ...], tmp_path: Path) -> None:
     arguments = ["--train-iters", "4", "--save", "saved", "--save-interval", "2", *layout]
@@ -76,8 +85,63 @@ def test_a_run_saves_the_same_in_the_background(layout: tuple[str, ...], tmp_pat
             assert waited[name] == background[name], name
     assert outcomes[0].out[1].count("successfully saved checkpoint from iteration") == 2
     assert outcomes[1].out[0].count("in the background\n") == 2
-    assert outcomes[1].out[1].count("in the background; training stood still for ") == 2
+    assert outcomes[1].out[1].count("in the background; training stood still for ") == 1  # and then was at its end
     assert "waiting until the checkpoint from iteration       4 is written" in outcomes[1].out[0]
+
+
+def test_the_copy_is_made_while_the_next_iteration_runs_and_its_update_waits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are copied in the last moment are those of the iteration still."""
+    arguments = ["--train-iters", "4", "--save-interval", "2", "--save"]
+    trained(*arguments, str(tmp_path / "waited"))
+    forward, waiting, update = (threading.Event() for _ in range(3))
+    wait_for_copy = AsyncSaver.wait_for_copy
+
+    def forward_step(*arguments: Any) -> Any:
+        forward.set()
+        return gpt_forward_step(*arguments)
+
+    def copy_late(*arguments: Any) -> Any:
+        if not update.is_set():
+            assert forward.wait(30.0), "the next iteration does not begin"
+            assert waiting.wait(30.0), "nobody waits"
+            assert not update.wait(0.3), "the update has not waited"
+        return copied(*arguments)
+
+    def wait(saver: AsyncSaver) -> None:
+        waiting.set()
+        wait_for_copy(saver)
+
+    run, _ = build(*arguments, str(tmp_path / "background"), "--async-save", forward_step=forward_step)
+    run.hooks = [After(2, forward.clear), *run.hooks, After(3, update.set)]
+    monkeypatch.setattr(staging.StagingBuffer, "_copied", copy_late)
+    monkeypatch.setattr(AsyncSaver, "wait_for_copy", wait)
+    train(run)
+    waited, background = (files(tmp_path / name) for name in ("waited", "background"))
+    shard = f"iter_0000002/{storage.shard_file(0)}"
+    assert background[shard] == waited[shard]
+    stood_still = re.findall(r"training stood still for ([0-9.]+) s", capsys.readouterr().out)
+    assert len(stood_still) == 1
+    assert float(stood_still[0]) >= 0.3, "what the update has waited is told"
+
+
+def test_a_copy_that_fails_is_told_and_the_training_goes_on_to_the_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(buffer: staging.StagingBuffer, share: Any) -> Any:
+        if list_checkpoints(tmp_path) == (2,):
+            raise RuntimeError("the device is lost")
+        return copied(buffer, share)
+
+    monkeypatch.setattr(staging.StagingBuffer, "_copied", copy)
+    run, _ = build("--train-iters", "6", "--save", str(tmp_path), "--save-interval", "2", "--async-save")
+    run.hooks = [*run.hooks, After(5, lambda: monkeypatch.setattr(staging.StagingBuffer, "_copied", copied))]
+    train(run)
+    assert list_checkpoints(tmp_path) == (2, 6)
+    said = capsys.readouterr().out
+    assert said.count("ERROR: the checkpoint from iteration 4 is NOT saved, and those before it stay") == 1
+    assert said.count("the device is lost") == 1
 
 
 @BOTH_WAYS
@@ -147,12 +211,19 @@ def slow_write(*arguments: Any) -> Any:
 def test_an_error_that_ends_the_run_lets_a_save_in_the_background_be_completed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    failed = threading.Event()
+
     def not_finite() -> None:
+        failed.set()
         raise NonFiniteError("the loss is nan")
+
+    def write(*arguments: Any) -> Any:
+        failed.wait()
+        return slow_write(*arguments)
 
     run, _ = build("--train-iters", "9", "--save", str(tmp_path), "--save-interval", "2", "--async-save")
     run.hooks = [After(3, not_finite), *run.hooks]
-    monkeypatch.setattr(storage, "write_shard", slow_write)
+    monkeypatch.setattr(storage, "write_shard", write)
     with pytest.raises(NonFiniteError):
         train(run)
     said = capsys.readouterr().out
@@ -196,7 +267,7 @@ def test_the_next_save_waits_for_the_last_and_says_so(
     monkeypatch.setattr("megatron.training.saving._LONG_WAIT", 0.2)
     trained("--train-iters", "3", "--save", str(tmp_path), "--save-interval", "1", "--async-save")
     said = capsys.readouterr().out
-    assert said.count("s of it for the checkpoint before") == 2
+    assert said.count("s, until the checkpoint before was written") == 2
     for iteration in (1, 2, 3):
         assert said.count(f"waiting until the checkpoint from iteration       {iteration} is written") == 1
     assert list_checkpoints(tmp_path) == (1, 2, 3)
