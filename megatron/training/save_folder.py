@@ -97,7 +97,10 @@ def claim_save_folder(context: MegatronContext) -> SaveFolder | None:
             written.
     """
     config = context.config
-    if config.checkpoint.save is None or config.training.skip_train:
+    if config.training.skip_train:
+        return None
+    if config.checkpoint.save is None:
+        context.say("warning: without --save nothing of this training is kept")
         return None
     folder = SaveFolder(Path(config.checkpoint.save))
     patience = 30.0 * config.parallel.distributed_timeout_minutes  # the other ranks wait meanwhile

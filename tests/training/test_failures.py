@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.config.problems import UserError
-from megatron.training import initialize
+from megatron.training import initialize, pretrain
 from megatron.training.failures import exiting
 from megatron.training.initialize import MegatronContext, initialize_megatron
 from tests.helpers.launch import launch, pretrain_gpt, pretrain_tiny
@@ -119,6 +123,87 @@ def test_a_lost_connection_is_silent_where_another_rank_says_why_and_nothing_els
     with pytest.raises(SystemExit if raised == "1" else RuntimeError, match=raised), context.exiting():
         raise RuntimeError(error)
     assert capsys.readouterr().err[: len(said) or None] == said
+
+
+class GoneStore:
+    """Where ranks have met, and nobody is any more."""
+
+    def add(self, key: str, amount: int) -> int:
+        raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+
+@pytest.mark.parametrize(
+    "gone, rank, said",
+    [
+        ((0, 1), 2, "rank 2 has lost another rank (of this node rank 0 and rank 1), and the store where they meet: "),
+        ((0, 1), 3, ""),
+        ((0,), 1, "rank 1 has lost another rank (of this node rank 0), and the store where they meet: "),
+        ((0,), 3, ""),
+        ((), 1, "rank 1 has lost another rank, and the store where they meet: "),
+        ((0, 1, 2), 3, "rank 3 has lost another rank (of this node rank 0 and rank 1 and rank 2), and the store "),
+    ],
+)
+def test_the_first_rank_that_is_left_says_which_ones_of_its_node_are_gone_with_the_store(
+    gone: tuple[int, ...], rank: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(initialize, "_TIME_TO_ASK", 0.01)
+    killed = [subprocess.Popen(["sleep", "60"]) for _ in gone]
+    for process in killed:
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is there still, as its parent has not asked
+    neighbours = dict.fromkeys(range(4), os.getpid()) | {n: process.pid for n, process in zip(gone, killed)}
+    context = replace(
+        context_with_store(),
+        state=SimpleNamespace(rank=rank),  # type: ignore[arg-type]
+        store=GoneStore(),  # type: ignore[arg-type]
+        neighbours=neighbours,
+    )
+    with pytest.raises(SystemExit, match="1"), context.exiting():
+        raise RuntimeError(LOST)
+    for process in killed:
+        process.wait()
+    assert capsys.readouterr().err[: len(said) or None] == said
+
+
+@pytest.mark.parametrize("store", [torch.distributed.HashStore, GoneStore])
+def test_what_to_do_after_a_loss_is_said_where_something_goes_on(
+    store: Callable[[], Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing does after a tool has lost a rank, nor where nothing was saved."""
+    monkeypatch.setattr(initialize, "_TIME_TO_SPEAK", 0.01)
+    monkeypatch.setattr(initialize, "_TIME_TO_ASK", 0.01)
+    said = []
+    for after_loss in ("", "--load saved goes on"):
+        context = replace(context_with_store(), store=store())
+        with pytest.raises(SystemExit, match="1"), context.exiting(after_loss=after_loss):
+            raise RuntimeError(LOST)
+        said.append(capsys.readouterr().err)
+    assert "--load" not in said[0]
+    assert said[1] == said[0].rstrip() + "; --load saved goes on\n"
+
+
+@pytest.mark.parametrize(
+    "flags, advice",
+    [
+        ((), ""),
+        (("--save", "saved"), "; --load saved goes on from the last checkpoint"),
+        (("--save", "saved", "--skip-train", "--eval-iters", "1", "--split", "50,50"), ""),
+    ],
+)
+def test_a_training_that_saves_is_gone_on_with_after_a_loss(
+    flags: tuple[str, ...], advice: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*arguments: object) -> None:
+        raise RuntimeError(LOST)
+
+    monkeypatch.setattr(initialize, "_TIME_TO_SPEAK", 0.01)
+    monkeypatch.setattr(initialize, "_TIME_TO_ASK", 0.01)
+    context = replace(context_with_store(), config=tiny_config(*flags))
+    monkeypatch.setattr(pretrain, "initialize_megatron", lambda **given: context)
+    monkeypatch.setattr(pretrain, "_pretrain", lose)
+    with pytest.raises(SystemExit, match="1"):
+        pretrain.pretrain(lose, lose, lose)  # type: ignore[arg-type]
+    assert capsys.readouterr().err.endswith(f"or its node or the network failed{advice}\n")
 
 
 def test_the_launcher_finds_the_reason_where_it_looks_for_one(tmp_path: Path) -> None:

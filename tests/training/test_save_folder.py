@@ -18,7 +18,7 @@ from megatron.core.file_lock import try_lock
 from megatron.training import save_folder
 from megatron.training.save_folder import LOCK_FILE
 from tests.helpers.launch import launch, launch_tiny, pretrain_gpt, pretrain_tiny
-from tests.helpers.tiny import TINY_GPT
+from tests.helpers.tiny import TINY_GPT, context_of_rank, tiny_config
 from tests.training.runs import trained
 
 
@@ -126,6 +126,17 @@ def test_a_run_that_fails_before_it_trains_leaves_the_folder_to_others(tmp_path:
         trained("--save", str(tmp_path / "saved"), "--load", str(tmp_path / "absent"))
     trained("--save", str(tmp_path / "saved"))
     assert not (tmp_path / "saved" / LOCK_FILE).exists()
+
+
+@pytest.mark.parametrize("flags", [(), ("--save", "{folder}"), ("--skip-train", "--eval-iters", "1")])
+def test_a_training_that_keeps_nothing_says_so_at_the_start(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(*(flag.format(folder=tmp_path) for flag in flags))
+    folder = save_folder.claim_save_folder(context_of_rank(config, 0, 1))
+    if folder is not None:
+        folder.close()
+    assert capsys.readouterr().out.count("warning: without --save nothing of this training is kept\n") == (not flags)
 
 
 def test_a_run_that_only_evaluates_needs_no_folder_of_its_own(tmp_path: Path) -> None:
