@@ -7,7 +7,10 @@ The tensors are those of a GPT with Adam in fp32: weights and two moments, each 
 has them. The sides run by turns in this process, on one file system:
 - plain write: one file of as many bytes from memory, by blocks of 16 MiB, and fsync
 - save: `save_checkpoint`: checksums, index, fsync, renames
-- stall: what `--async-save` keeps the training for: `AsyncSaver.start`, the writing itself not being timed
+- passes: the products of forward and backward passes of 512 tokens with these weights, as the next iteration makes them
+- passes beside: `AsyncSaver.start`, the same passes, and `wait_for_copy`, as with `--async-save`; what lies before and
+  after the passes is the stall, for which the training stands still; and the passes beside the copy, and beside what is
+  written by then, over those alone are what they lose by it
 - plain read: that one file into memory that is there, by blocks of 16 MiB, nothing of it being cached
 - load: `load_checkpoint` and `load_into`, likewise, all checksums being checked
 Medians over the turns are reported, and the medians of the ratios within a turn.
@@ -20,7 +23,9 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -32,6 +37,7 @@ from megatron.core.comm_group import CommGroup
 from megatron.core.shard import Init, NamedTensor, Shard, whole_pieces
 
 HIDDEN, VOCABULARY = 1024, 8192
+TOKENS = 512
 BLOCK = 16 * 2**20
 ALONE = CommGroup.single("world")
 
@@ -73,6 +79,48 @@ def state_of_training(size: int) -> tuple[list[NamedTensor], list[Tensor]]:
             )
             named.append(NamedTensor(key=f"{kind}.{name}", tensor=values.view(shape), shard=shard))
     return named, buffers
+
+
+def matrices(named: Sequence[NamedTensor]) -> list[Tensor]:
+    """The weights of the model that are some."""
+    weights = [each.tensor for each in named if each.key.startswith("model.")]
+    return [weight for weight in weights if isinstance(weight, Tensor) and weight.dim() == 2]
+
+
+def passes(weights: Sequence[Tensor]) -> None:
+    """The three products with each weight [n, k] that an iteration makes, which take its time and read all weights."""
+    for weight in weights:
+        inputs = torch.ones(TOKENS, weight.shape[1])
+        outputs = inputs @ weight.t()  # [tokens, n]
+        outputs @ weight  # the gradient of the inputs
+        outputs.t() @ inputs  # and of the weight
+
+
+class BesideASave:
+    """Passes while a checkpoint is being saved.
+
+    Attributes:
+        start, passes, wait: seconds, of each turn.
+    """
+
+    def __init__(self, saver: AsyncSaver, folder: Path, named: Sequence[NamedTensor]) -> None:
+        self._saver, self._folder, self._named = saver, folder, named
+        self._weights = matrices(named)
+        self.start: list[float] = []
+        self.passes: list[float] = []
+        self.wait: list[float] = []
+
+    def __call__(self) -> None:
+        moments = [time.perf_counter()]
+        for act in (
+            lambda: self._saver.start(self._folder, 1, self._named, {}),
+            lambda: passes(self._weights),
+            self._saver.wait_for_copy,
+        ):
+            act()
+            moments.append(time.perf_counter())
+        for seconds, (before, after) in zip((self.start, self.passes, self.wait), pairwise(moments), strict=True):
+            seconds.append(after - before)
 
 
 def write_plainly(path: Path, parts: Sequence[memoryview]) -> None:
@@ -132,30 +180,43 @@ def main() -> None:
             os.sync()
             forget(folder)
 
+        weights = matrices(named)
+        beside = BesideASave(saver, background, named)
         sides: dict[str, Callable[[], object]] = {
             "plain write": lambda: write_plainly(folder / "again", memory),
             "save": lambda: save_checkpoint(written, 1, named, {}, world=ALONE),
-            "stall": lambda: saver.start(background, 1, named, {}),
+            "passes": lambda: passes(weights),
+            "passes beside": beside,
             "plain read": lambda: read_plainly(file, memory),
             "load": lambda: load_checkpoint(saved, world=ALONE).load_into(named, world=ALONE),
         }
         times = take_turns(sides, turns=arguments.turns, warm_up=1, before_side=make_ready)
         saver.finish()
     seconds = times.seconds
+    del seconds["passes beside"]
+    for name, measured in (("start", beside.start), ("wait", beside.wait), ("passes beside", beside.passes)):
+        seconds[name] = measured[1:]  # without the turn of warming up
+    seconds["stall"] = [before + after for before, after in zip(seconds["start"], seconds["wait"], strict=True)]
     of_speed = {
         "save": ratios(seconds["plain write"], seconds["save"]),
         "load": ratios(seconds["plain read"], seconds["load"]),
         "stall": ratios(seconds["stall"], seconds["save"]),
+        "passes beside": ratios(seconds["passes beside"], seconds["passes"]),
     }
-    meaning = {"save": "of the plain write's speed", "load": "of the plain read's speed", "stall": "of the save's time"}
+    meaning = {
+        "save": "of the plain write's speed",
+        "load": "of the plain read's speed",
+        "stall": "of the save's time",
+        "passes beside": "of the passes' time",
+    }
     rows = [
         [
             side,
-            cell(seconds[side], ".2f"),
-            cell([size / 1e9 / each for each in seconds[side]], ".2f"),
-            f"{cell(of_speed[side], '.2f')} {meaning[side]}" if side in meaning else "",
+            cell(each, ".3f"),
+            cell([size / 1e9 / one for one in each], ".2f") if side in ("save", "load") or "plain" in side else "",
+            f"{cell(of_speed[side], '.3f')} {meaning[side]}" if side in meaning else "",
         ]
-        for side in sides
+        for side, each in seconds.items()
     ]
     print(f"{size / 1e9:.2f} GB, {torch.get_num_threads()} threads, medians (and ranges) of {arguments.turns} turns\n")
     print(markdown(["", "s", "GB/s", "ratio"], rows))
