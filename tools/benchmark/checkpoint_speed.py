@@ -112,13 +112,12 @@ class BesideASave:
 
     def __call__(self) -> None:
         moments = [time.perf_counter()]
-        for act in (
-            lambda: self._saver.start(self._folder, 1, self._named, {}),
-            lambda: passes(self._weights),
-            self._saver.wait_for_copy,
-        ):
-            act()
-            moments.append(time.perf_counter())
+        self._saver.start(self._folder, 1, self._named, {})
+        moments.append(time.perf_counter())
+        passes(self._weights)
+        moments.append(time.perf_counter())
+        self._saver.wait_for_copy()
+        moments.append(time.perf_counter())
         for seconds, (before, after) in zip((self.start, self.passes, self.wait), pairwise(moments), strict=True):
             seconds.append(after - before)
 
