@@ -545,7 +545,18 @@ def add_to_parser(parser: argparse.ArgumentParser | argparse._ArgumentGroup, opt
                     help=flag_help(option) if name == option.shown else argparse.SUPPRESS,
                 )
             continue
-        assert option.flag.words == 1
+        if option.many:
+            parser.add_argument(
+                option.name,
+                dest=option.field,
+                nargs="+",
+                action=_ReadWords,
+                option=option,
+                default=option.default,
+                metavar=metavar(option).removesuffix(" ..."),
+                help=flag_help(option),
+            )
+            continue
         parser.add_argument(
             option.name,
             *option.flag.aliases,
@@ -557,6 +568,22 @@ def add_to_parser(parser: argparse.ArgumentParser | argparse._ArgumentGroup, opt
             metavar=metavar(option),
             help=flag_help(option),
         )
+
+
+class _ReadWords(argparse.Action):
+    """Reads the words after a flag that takes several."""
+
+    def __init__(self, *, option: Option, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._option = option
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option_string: object = None
+    ) -> None:
+        try:
+            setattr(namespace, self.dest, read_words(self._option, values))
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
 
 
 def _read_word(option: Option, word: str) -> Any:

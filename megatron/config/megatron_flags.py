@@ -420,7 +420,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--tokenizer-metadata --tokenizer-special-tokens --tokenizer-sentencepiece-legacy "
         "--no-tokenizer-sentencepiece-ignore-extra-whitespaces --legacy-tokenizer "
         "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces --tokenizer-hf-no-use-fast --trust-remote-code "
-        "--tiktoken-* --chat-template --use-gigatoken --vocab-extra-ids --tokenizer-model-type "
+        "--chat-template --use-gigatoken --vocab-extra-ids --tokenizer-model-type "
         "--cache-dir",
     ),
     (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron.config.options import LARGEST_VOCABULARY, flag, flag_name
+from megatron.config.options import LARGEST_VOCABULARY, flag, flag_name, shown_value
 from megatron.config.problems import Problem
 
 TokenizerType = Literal[
@@ -19,9 +19,11 @@ TokenizerType = Literal[
     "HuggingFaceTokenizer",
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
+    "TikTokenizer",
     "ByteTokenizer",
     "NullTokenizer",
 ]
+TiktokenPattern = Literal["v1", "v2", "llama3"]
 # The files (and sizes) that each type is made from.
 _NEEDS: dict[str, tuple[str, ...]] = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
@@ -31,9 +33,12 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "HuggingFaceTokenizer": ("tokenizer_model",),
     "BertWordPieceLowerCase": ("vocab_file",),
     "BertWordPieceCase": ("vocab_file",),
+    "TikTokenizer": ("tokenizer_model",),
     "ByteTokenizer": (),
     "NullTokenizer": ("vocab_size",),
 }
+# The types of which --vocab-size decides how many ids they have; the others have what their files say.
+SIZED_TYPES = ("NullTokenizer", "TikTokenizer")
 # The fields that name files: paths, which another machine may have elsewhere.
 TOKENIZER_FILES = ("vocab_file", "merge_file", "tokenizer_model")
 
@@ -48,7 +53,6 @@ class TokenizerConfig:
             affects="data",
             later=(
                 "BertWordPieceTokenizer",
-                "TikTokenizer",
                 "MultimodalTokenizer",
                 "NullMultimodalTokenizer",
                 "SFTTokenizer",
@@ -62,7 +66,8 @@ class TokenizerConfig:
     tokenizer_model: str | None = field(
         default=None,
         metadata=flag(
-            "SentencePiece .model, or tokenizer.json (or its folder) of HuggingFaceTokenizer.",
+            "SentencePiece .model; tokenizer.json (or its folder) of HuggingFaceTokenizer; .json or .model of "
+            "TikTokenizer.",
             aliases=("--tokenizer-path",),
             metavar="FILE",
         ),
@@ -76,10 +81,35 @@ class TokenizerConfig:
             affects="data",
         ),
     )
+    tiktoken_pattern: TiktokenPattern | None = field(
+        default=None,
+        metadata=flag(
+            "How TikTokenizer cuts texts; when not given, v2 with a .json file and llama3 with a .model file.",
+            affects="data",
+        ),
+    )
+    tiktoken_num_special_tokens: int | None = field(
+        default=None,
+        metadata=flag(
+            "Special tokens of TikTokenizer; when not given, 1000 with a .json file and 256 with a .model file.",
+            affects="tensors",
+            at_least=1,
+            at_most=1_000_000,
+        ),
+    )
+    tiktoken_special_tokens: tuple[str, ...] = field(
+        default=(),
+        metadata=flag(
+            "The first special tokens of TikTokenizer, one of which ends a document; when not given, the usual ones.",
+            words="+",
+            metavar="TOKEN ...",
+            affects="data",
+        ),
+    )
     vocab_size: int | None = field(
         default=None,
         metadata=flag(
-            "Vocabulary of NullTokenizer; others know theirs, which it must be.",
+            "Vocabulary of NullTokenizer, or what TikTokenizer uses of its file; others know what it must be.",
             affects="tensors",
             at_least=1,
             at_most=LARGEST_VOCABULARY,
@@ -124,6 +154,7 @@ class TokenizerConfig:
                     works=f"leave out {flag_name(name)}; or --tokenizer-type {users[0]}",
                 )
         yield from self._size_problems()
+        yield from self._tiktoken_problems()
 
     def _size_problems(self) -> Iterator[Problem]:
         size, padded, eod = self.vocab_size, self.padded_vocab_size, self.null_tokenizer_eod_id
@@ -155,6 +186,33 @@ class TokenizerConfig:
                     rule=f"must be a token: at least 0, less than --vocab-size {size}",
                     works=f"{name} {size - 1}, or --vocab-size {max(value, 0) + 1} or more",
                 )
+
+    def _tiktoken_problems(self) -> Iterator[Problem]:
+        special, number = self.tiktoken_special_tokens, self.tiktoken_num_special_tokens
+        for name in ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"):
+            value = getattr(self, name)
+            if value and self.tokenizer_type != "TikTokenizer":
+                yield Problem(
+                    flags=(flag_name(name), "--tokenizer-type"),
+                    value=shown_value(value),
+                    rule=f"belongs to TikTokenizer, and --tokenizer-type is {self.tokenizer_type}",
+                    works=f"leave out {flag_name(name)}",
+                )
+        twice = sorted({token for token in special if special.count(token) > 1})
+        if twice:
+            yield Problem(
+                flags=("--tiktoken-special-tokens",),
+                value=shown_value(special),
+                rule=f"{' and '.join(twice)} must stand there once",
+                works=" ".join(dict.fromkeys(special)),
+            )
+        if number is not None and number < len(special):
+            yield Problem(
+                flags=("--tiktoken-num-special-tokens", "--tiktoken-special-tokens"),
+                value=number,
+                rule=f"must not be less than the {len(special)} that are named",
+                works=f"--tiktoken-num-special-tokens {len(special)} or more",
+            )
 
     def file_problems(self) -> Iterator[Problem]:
         """Tokenizer files that are not there."""

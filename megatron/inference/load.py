@@ -16,7 +16,7 @@ from megatron.config.options import flag_name, section_options
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import pipeline_layout
 from megatron.config.problems import ConfigError, UserError, counted
-from megatron.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
+from megatron.config.tokenizer import SIZED_TYPES, TOKENIZER_FILES, TokenizerConfig
 from megatron.config.transformer import TransformerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.tensor_parallel.placement import Placement
@@ -127,7 +127,7 @@ def _tokenizer_config(trained: TokenizerConfig, files: Mapping[str, str]) -> Tok
         ConfigError: a file is not there, or the tokenizer has no such file.
     """
     config = replace(trained, **files)  # type: ignore[arg-type]
-    if config.tokenizer_type != "NullTokenizer":  # what size its files must have is for the model to say
+    if config.tokenizer_type not in SIZED_TYPES:  # what size its files must have is for the model to say
         config = replace(config, vocab_size=None)
     problems = section_problems(config)
     given = {flag_name(field) for field in files}

@@ -6,6 +6,7 @@ from megatron.config.problems import UserError
 from megatron.config.tokenizer import TokenizerConfig, TokenizerType
 from megatron.tokenizer.plain_tokenizers import ByteTokenizer, NullTokenizer
 from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron.tokenizer.tiktoken_tokenizer import TikTokenizer
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.tokenizer.tokenizers_tokenizer import gpt2_bpe_tokenizer, huggingface_tokenizer
 from megatron.tokenizer.wordpiece_tokenizer import wordpiece_tokenizer
@@ -39,6 +40,17 @@ def _wordpiece(config: TokenizerConfig) -> Tokenizer:
     )
 
 
+def _tiktoken(config: TokenizerConfig) -> Tokenizer:
+    assert config.tokenizer_model is not None
+    return TikTokenizer(
+        config.tokenizer_model,
+        pattern=config.tiktoken_pattern,
+        num_special_tokens=config.tiktoken_num_special_tokens,
+        special_tokens=config.tiktoken_special_tokens,
+        vocab_size=config.vocab_size,
+    )
+
+
 def _null(config: TokenizerConfig) -> Tokenizer:
     assert config.vocab_size is not None
     return NullTokenizer(config.vocab_size, eod_id=config.null_tokenizer_eod_id, pad_id=config.null_tokenizer_pad_id)
@@ -56,6 +68,7 @@ _BUILDERS: dict[TokenizerType, Callable[[TokenizerConfig], Tokenizer]] = {
     "HuggingFaceTokenizer": _huggingface,
     "BertWordPieceLowerCase": _wordpiece,
     "BertWordPieceCase": _wordpiece,
+    "TikTokenizer": _tiktoken,
     "NullTokenizer": _null,
     "ByteTokenizer": _byte,
 }

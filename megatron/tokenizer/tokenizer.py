@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 from megatron.config.problems import UserError
 
+# What ends a document in the vocabularies that there are.
+END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<EOS>", "<eod>", "<EOD>")
+
 
 class Tokenizer(Protocol):
     """Text to token ids and back.

@@ -12,10 +12,9 @@ from tokenizers.models import BPE, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron.config.problems import UserError
-from megatron.tokenizer.tokenizer import check_text, digest, read_tokenizer_file
+from megatron.tokenizer.tokenizer import END_OF_DOCUMENT_TOKENS, check_text, digest, read_tokenizer_file
 
 GPT2_END_OF_TEXT = "<|endoftext|>"
-END_OF_DOCUMENT_TOKENS = (GPT2_END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<EOS>", "<eod>", "<EOD>")
 
 
 class TokenizersTokenizer:

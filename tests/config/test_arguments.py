@@ -425,6 +425,14 @@ def test_a_tool_has_both_flags_of_a_switch_and_explains_the_one_that_changes_it(
     assert "--tokenizer-hf-no-include-special-tokens" in parser.format_help()
 
 
+def test_a_tool_reads_several_words_after_a_flag_that_takes_several() -> None:
+    parser = argparse.ArgumentParser()
+    options = section_options("tokenizer", TokenizerConfig)
+    add_to_parser(parser, [option for option in options if option.field == "tiktoken_special_tokens"])
+    assert parser.parse_args([]).tiktoken_special_tokens == ()
+    assert parser.parse_args(["--tiktoken-special-tokens", "<s>", "</s>"]).tiktoken_special_tokens == ("<s>", "</s>")
+
+
 def test_two_spellings_of_one_flag_that_differ_are_named_with_their_values(refused: Refused) -> None:
     text = refused("--recompute-activations --recompute-granularity full")
     assert (
