@@ -10,12 +10,16 @@ IN and OUT are folders; OUT must be new or empty. At the end the logits of both 
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from command_line import Parser, at_least, elapsed, progress, run_tool, say, size_of
@@ -30,8 +34,9 @@ from megatron.conversion.forms import FORMS, refuse_other_form
 from megatron.conversion.megatron_lm.writer import IMPLEMENTATIONS
 from megatron.conversion.portable import LazyTensor, PortableModel, in_dtype
 from megatron.conversion.self_check import Side, bound_of, fixed_tokens, self_check
-from megatron.conversion.whole_folder import refuse_existing
+from megatron.conversion.whole_folder import refuse_existing, remove_leftovers
 from megatron.core.allocator import give_freed_memory_back
+from megatron.training.failures import exiting
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -125,6 +130,26 @@ def described(model: PortableModel) -> str:
     )
 
 
+class Terminated(BaseException):
+    """SIGTERM has come."""
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """As tools end; SIGTERM too, with its status, after what is unfinished has been removed."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, end)
+    with exiting():
+        try:
+            yield
+        except Terminated:
+            print("terminated", file=sys.stderr, flush=True)
+            sys.exit(128 + signal.SIGTERM)
+
+
 def main() -> None:
     options = parser().read()
     reader, writer = FORMS[options.source], FORMS[options.target]
@@ -134,6 +159,8 @@ def main() -> None:
         to_read["weights_only"] = True
     give_freed_memory_back()
     refuse_existing(options.output)
+    for leftover in remove_leftovers(options.output):
+        say(f"{leftover}: a conversion that was killed had left it, and it is removed")
     refuse_other_form(reader, options.input)
     model = reader.read(options.input, **to_read)
     say(f"{options.input}: {described(model)}")
@@ -160,4 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_tool(main, ending)
