@@ -17,9 +17,11 @@ setup: $(STAMP)  ## create .venv and install the project with its development to
 $(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 13) else "$(PYTHON) is Python %d.%d; Python 3.11 or 3.12 is needed: make PYTHON=python3.12 …" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV), some minutes"
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@echo "installing into $(VENV): some minutes, and up to 3 GB to download (all that pip says: $(VENV)/setup.log)"
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@set -o pipefail; $(BIN)/python -m pip install --progress-bar raw --editable '.[dev]' 2>&1 | tee $(VENV)/setup.log \
+	  | awk -f tools/dev/pip_progress.awk || { tail -n 40 $(VENV)/setup.log; exit 1; }
+	@echo "installed"
 	@touch $@
 
 quickstart: $(STAMP)  ## corpus, tokenizer, training over two ranks, resume on another layout, sample

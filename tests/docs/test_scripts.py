@@ -98,6 +98,18 @@ def test_the_commands_of_the_quickstart_are_understood(tmp_path: Path, half: int
         check_command(words)
 
 
+def test_the_quickstart_says_at_its_start_how_long_it_takes_here(tmp_path: Path) -> None:
+    minutes = []
+    for half in (200, 2000):
+        _, printed = quickstart(tmp_path, half)
+        said = re.match(r"some (\d+) minutes on two free cores; .* are busy: expect (\d+) minutes\n", printed)
+        assert said is not None, printed
+        free, here = map(int, said.groups())
+        assert free <= here
+        minutes.append(free)
+    assert minutes == [5, 41], "in proportion to the training"
+
+
 def test_every_process_of_the_quickstart_has_a_thread_of_its_own() -> None:
     text = (ROOT / "tools" / "quickstart.sh").read_text(encoding="utf-8")
     assert text.index("export OMP_NUM_THREADS=1\n") < text.index("\nstep ")
@@ -144,6 +156,58 @@ def test_the_quickstart_trains_anew_when_anything_differs(tmp_path: Path, change
     calls, _ = quickstart(tmp_path, 200 if change == "half" else 300)
     assert programs_of(calls).count("torchrun") == 2
     assert trained(calls) != before
+
+
+# A Python whose venv has a pip that says what pip says, and fails where it is told to.
+_PYTHON = """#!/usr/bin/env bash
+if [[ $1 == -m && $2 == venv ]]; then
+  mkdir -p "$3/bin"
+  cp "$0" "$3/bin/python"
+elif [[ $* == *--editable* ]]; then
+  [[ $* == *"--progress-bar raw"* ]] || exit 9
+  echo "Obtaining file:///here"
+  echo "Collecting torch==2.13.0 (from here)"
+  echo "  Downloading https://there/torch-2.13.0-cp311.whl (250.0 MB)"
+  for part in 0 60 120 180 250; do echo "Progress ${part}000000 of 250000000"; done
+  echo "  Downloading numpy-2.4-cp311.whl (60 MB)"
+  for part in 0 60; do echo "Progress ${part}000000 of 60000000"; done
+  echo "  Building editable for megatron-pretraining (pyproject.toml): started"
+  echo "  Building editable for megatron-pretraining (pyproject.toml): finished with status 'done'"
+  echo "Installing collected packages: numpy, torch, megatron-pretraining"
+  echo "error: no space left" >&2
+  exit $PIP_STATUS
+fi
+"""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_setting_up_shows_in_a_few_lines_what_is_going_on_and_all_of_the_end_of_a_failure(
+    tmp_path: Path, status: int
+) -> None:
+    python, environment = tmp_path / "python", tmp_path / "environment"
+    python.write_text(_PYTHON)
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["make", "--silent", f"VENV={environment}", f"PYTHON={python}", "setup"],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PIP_STATUS": str(status)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    _, *lines = done.stdout.splitlines()
+    assert lines[:6] == [
+        "  downloaded 100 MB, now torch-2.13.0-cp311.whl",
+        "  downloaded 200 MB, now torch-2.13.0-cp311.whl",
+        "  downloaded 300 MB, now numpy-2.4-cp311.whl",
+        "  compiling csrc",
+        "  installing 3 packages",
+        "installed" if status == 0 else "Obtaining file:///here",
+    ]
+    assert ("error: no space left" in lines) == (status != 0)
+    assert (done.returncode != 0) == (status != 0)
+    assert (environment / ".installed").exists() == (status == 0)
 
 
 # What `make setup` of the script in .ci leaves: a Python whose doctor says what the test wants.
