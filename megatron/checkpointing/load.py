@@ -30,8 +30,11 @@ from megatron.core.kernels.float_halves import Halves, Numbers, narrow_
 from megatron.core.shard import NamedTensor
 
 _ITERATION = re.compile(r"[0-9]{1,18}")
-# What Megatron-LM writes into the folder of an iteration, in its older and its newer form.
-_OF_MEGATRON_LM = ("mp_rank_*", ".metadata")
+# What is in the folder of an iteration that Megatron-LM has saved, in its older and its newer form, as seen from there
+# and from the folder above.
+MARKS_OF_MEGATRON_LM = tuple(
+    f"{place}{name}" for place in ("", "iter_*/", "release/") for name in ("mp_rank_*", ".metadata")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,7 +362,7 @@ def _other_form(root: Path) -> str | None:
     """What a folder holds in place of a checkpoint of this form, and the command that makes one of it."""
     if (root / "config.json").is_file() and any(root.glob("*.safetensors")):
         holds, form = "a model of Hugging Face (config.json, *.safetensors)", "hf"
-    elif any(any(root.glob(f"{place}{name}")) for place in ("", "iter_*/", "release/") for name in _OF_MEGATRON_LM):
+    elif any(any(root.glob(mark)) for mark in MARKS_OF_MEGATRON_LM):
         holds, form = "a checkpoint of Megatron-LM", "megatron"
     else:
         return None

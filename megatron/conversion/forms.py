@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.checkpointing import storage
+from megatron.checkpointing.load import MARKS_OF_MEGATRON_LM
 from megatron.conversion.hugging_face import CONFIG, read_hugging_face, write_hugging_face
 from megatron.conversion.megatron_lm.reader import read_megatron
 from megatron.conversion.megatron_lm.writer import write_megatron
@@ -59,7 +60,7 @@ _FORMS = (
     Form(
         name="megatron",
         means="a checkpoint of Megatron-LM",
-        marks=tuple(f"{place}{name}" for place in ("", "iter_*/", "release/") for name in ("mp_rank_*", ".metadata")),
+        marks=MARKS_OF_MEGATRON_LM,
         read=read_megatron,
         write=write_megatron,
         reading={"ckpt_step": "step", "true_vocab_size": "true_vocab_size", "weights_only": "weights_only"},
