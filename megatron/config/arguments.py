@@ -394,7 +394,7 @@ class _Reader:
                 files = option.field not in TOKENIZER_FILES or wanted.use_tokenizer_model_from_checkpoint_args
                 takes = same_tokenizer and files
             else:
-                takes = option.flag.affects in ("tensors", "model") or option.field in _TAKEN_TOO
+                takes = option.of_model or option.field in _TAKEN_TOO
             if takes and (before is None or before.origin == "program"):
                 value = getattr(getattr(saved, option.section), option.field)
                 self.given[option.field] = _Given(value=value, flag="--use-checkpoint-args", origin="checkpoint")

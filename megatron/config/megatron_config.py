@@ -377,7 +377,7 @@ def difference(saved: MegatronConfig, present: MegatronConfig) -> list[Differenc
         if old == new or _means_the_same(option, getattr(saved, option.section), getattr(present, option.section)):
             continue
         moved = option.flag.same_name and [_last_name(v) for v in old] == [_last_name(v) for v in new]
-        affects: Affects = "free" if moved else option.flag.affects
+        affects: Affects = "free" if moved else option.affects
         found.append(Difference(flag=option.name, saved=old, present=new, affects=affects))
     return found
 

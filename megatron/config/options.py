@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
-Affects = Literal["tensors", "model", "data", "free"]
+Affects = Literal["tensors", "model", "data", "training", "free"]
 Kind = Literal["switch", "number", "fraction", "text"]
 
 # The largest value of a number whose field names none: whole numbers up to it are exact in JSON and in float64.
@@ -39,7 +39,8 @@ class Flag:
     off_help: what `off` does, for a switch that is on by default: help shows that flag.
     words: how many words the flag takes: a number, or "+" for one or more.
     affects: what a resumed run with another value would change: the tensors of the model (no change of it leaves all
-    their names and shapes as they were), the model otherwise, the data, or neither.
+    their names and shapes as they were), the model otherwise, the data, what the training makes of these (as each field
+    of the optimizer's section does, without saying so), or nothing but rounding.
     same_name: two paths that end in the same name count as the same value, on a resume and on two ranks.
     node_local: the ranks of one run may have different values: a path on a disk of the node's own.
     meaning: the property of the section that values are compared by on a resume; the value itself by default.
@@ -104,6 +105,16 @@ class Option:
     def names(self) -> frozenset[str]:
         """Every flag that sets the field."""
         return frozenset((self.name, self.off_name, *self.flag.aliases, *self.flag.constants)) - {""}
+
+    @property
+    def affects(self) -> Affects:
+        """What a resumed run with another value would change."""
+        return "training" if self.section == "optimizer" else self.flag.affects
+
+    @property
+    def of_model(self) -> bool:
+        """Whether it is a part of what the model is."""
+        return self.affects in ("tensors", "model")
 
     @property
     def limits(self) -> str:

@@ -25,7 +25,10 @@ class TrainingConfig:
     global_batch_size: int | None = field(
         default=None,
         metadata=flag(
-            "Samples of one step; micro-batch x data parallel when not given.", at_least=1, at_most=LARGEST_BATCH
+            "Samples of one step; micro-batch x data parallel when not given.",
+            affects="training",
+            at_least=1,
+            at_most=LARGEST_BATCH,
         ),
     )
     rampup_batch_size: tuple[int, int, int] | None = field(
@@ -34,15 +37,18 @@ class TrainingConfig:
             "Grow the global batch from START by INCREMENT over SAMPLES samples.",
             words=3,
             metavar="START INCREMENT SAMPLES",
+            affects="training",
             at_least=1,
             at_most=MOST_SAMPLES,
         ),
     )
     train_iters: int | None = field(
-        default=None, metadata=flag("Length of the run in iterations.", at_least=1, at_most=MOST_SAMPLES)
+        default=None,
+        metadata=flag("Length of the run in iterations.", affects="training", at_least=1, at_most=MOST_SAMPLES),
     )
     train_samples: int | None = field(
-        default=None, metadata=flag("Length of the run in samples.", at_least=1, at_most=MOST_SAMPLES)
+        default=None,
+        metadata=flag("Length of the run in samples.", affects="training", at_least=1, at_most=MOST_SAMPLES),
     )
     seed: int = field(
         default=1234,

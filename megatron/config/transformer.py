@@ -186,16 +186,18 @@ class TransformerConfig:
         ),
     )
     hidden_dropout: float = field(
-        default=0.1, metadata=flag("Dropout on embeddings and residual branches.", at_least=0, below=1)
+        default=0.1,
+        metadata=flag("Dropout on embeddings and residual branches.", affects="training", at_least=0, below=1),
     )
     attention_dropout: float = field(
-        default=0.1, metadata=flag("Dropout on attention probabilities.", at_least=0, below=1)
+        default=0.1, metadata=flag("Dropout on attention probabilities.", affects="training", at_least=0, below=1)
     )
     fast_attention_dropout: bool = field(
         default=False,
         metadata=flag(
             "Let the attention kernel draw its dropout: faster, and its masks depend on the tensor-parallel and "
-            "micro-batch sizes."
+            "micro-batch sizes.",
+            affects="training",
         ),
     )
     cross_entropy_loss_fusion: bool = field(
@@ -245,7 +247,9 @@ class TransformerConfig:
     )
     fp32_residual_connection: bool = field(
         default=False,
-        metadata=flag("Keep the residual stream in fp32, between pipeline stages too; with --bf16 or --fp16."),
+        metadata=flag(
+            "Keep the residual stream in fp32, between pipeline stages too; with --bf16 or --fp16.", affects="training"
+        ),
     )
     apply_query_key_layer_scaling: bool = field(
         default=False,

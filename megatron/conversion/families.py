@@ -129,7 +129,7 @@ class Family:
         lines = []
         for option in section_options("model", TransformerConfig):
             ours, theirs = (_meaning(option, each) for each in (model, _effective(again)))
-            if option.flag.affects != "free" and ours != theirs:
+            if option.of_model and ours != theirs:
                 lines.append(f"{option.name}: {ours}, and {theirs} in {self.name}")
         return lines
 

@@ -115,9 +115,7 @@ def open_model(
 def _without_training(model: TransformerConfig) -> TransformerConfig:
     """The same function of the same weights; what only a training asks for, as recomputation, is as by default."""
     options = section_options("model", TransformerConfig)
-    return TransformerConfig(
-        **{option.field: getattr(model, option.field) for option in options if option.flag.affects != "free"}
-    )
+    return TransformerConfig(**{option.field: getattr(model, option.field) for option in options if option.of_model})
 
 
 def _tokenizer_config(trained: TokenizerConfig, files: Mapping[str, str]) -> TokenizerConfig:

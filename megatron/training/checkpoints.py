@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
 
 from megatron.checkpointing import Checkpoint, CheckpointError, model_tensors
-from megatron.config.megatron_config import MegatronConfig, difference
+from megatron.config.megatron_config import Difference, MegatronConfig, difference
 from megatron.config.problems import UserError
 from megatron.core.shard import NamedTensor
 from megatron.optimizer.param_scheduler import SCHEDULE_FLAGS
@@ -69,8 +69,7 @@ def open_checkpoint(context: MegatronContext) -> Checkpoint | None:
     if wanted.load_partial:  # the tensors themselves are compared when they are loaded
         del refused["tensors"]
     if changes:
-        lines = [f"  {change}" for change in changes]
-        context.say("\n".join([f"configuration that differs from {checkpoint.folder}:", *lines]))
+        context.say("\n".join([f"configuration that differs from {checkpoint.folder}:", *_by_effect(changes)]))
     wrong = [f"  {change} changes the {refused[change.affects]}" for change in changes if change.affects in refused]
     if wrong:
         raise CheckpointError(
@@ -80,6 +79,16 @@ def open_checkpoint(context: MegatronContext) -> Checkpoint | None:
             "--load-partial GLOB allows other tensors"
         )
     return checkpoint
+
+
+def _by_effect(changes: Sequence[Difference]) -> list[str]:
+    """Lines about differences: first those that should not be overlooked among the many that do not matter."""
+    effects = {" which changes what is learned:": False, " which changes nothing that is learned:": True}
+    lines: list[str] = []
+    for heading, free in effects.items():
+        chosen = [f"  {change}" for change in changes if (change.affects == "free") == free]
+        lines += [heading, *chosen] if chosen else []
+    return lines
 
 
 def goes_on(checkpoint: Checkpoint, config: MegatronConfig) -> bool:

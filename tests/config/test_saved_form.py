@@ -110,10 +110,15 @@ def test_a_size_that_is_given_and_follows_from_the_others_too_is_no_difference(
         ("--data-path /a/x /a/y", "--data-path /b/x /b/y", "--data-path", "free"),
         ("--data-path /a/x /a/y", "--data-path /a/x /a/z", "--data-path", "data"),
         ("--data-path 1 /a/x 2 /a/y", "--data-path 1 /a/x 3 /a/y", "--data-path", "data"),
-        ("", "--train-iters 200", "--train-iters", "free"),
+        ("", "--train-iters 200", "--train-iters", "training"),
         ("", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size", "free"),
-        ("", "--lr 1e-4", "--lr", "free"),
-        ("", "--no-calculate-per-token-loss", "--calculate-per-token-loss", "free"),
+        ("", "--lr 1e-4", "--lr", "training"),
+        ("", "--adam-beta2 0.95", "--adam-beta2", "training"),
+        ("", "--hidden-dropout 0.2", "--hidden-dropout", "training"),
+        ("", "--global-batch-size 64", "--global-batch-size", "training"),
+        ("", "--micro-batch-size 4", "--micro-batch-size", "free"),
+        ("", "--log-interval 7", "--log-interval", "free"),
+        ("", "--no-calculate-per-token-loss", "--calculate-per-token-loss", "training"),
     ],
 )
 def test_a_difference_says_what_it_changes(parse: Parse, saved: str, present: str, flag: str, affects: str) -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.checkpointing import CheckpointError, NoCheckpointError, list_checkpoints, load_checkpoint, storage
 from megatron.checkpointing.index import DTYPE_NAMES
 from megatron.core.comm_group import CommGroup
+from megatron.training import checkpoints
 from megatron.training.checkpoints import open_checkpoint
 from megatron.training.pretrain import train
 from tests.data.corpora import numbered_corpus
@@ -474,6 +476,25 @@ def test_what_changes_the_model_or_the_data_is_refused_and_all_else_is_printed(
         else:
             assert open_checkpoint(context) is not None, line
         assert f"\n  {flag}: " in capsys.readouterr().out, line
+
+
+def test_a_difference_in_what_is_learned_stands_apart_from_those_that_do_not_matter(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = SimpleNamespace(config=tiny_config(), folder="saved/iter_0000003", metadata={"progress": {}})
+    monkeypatch.setattr(checkpoints, "find_checkpoint", lambda *arguments, **settings: saved)
+    flags = ("--log-interval", "7", "--adam-beta2", "0.9", "--eval-interval", "3", "--clip-grad", "2")
+    open_checkpoint(context_of_rank(tiny_config(*flags, "--load", "saved"), 0, 1))
+    assert capsys.readouterr().out.splitlines() == [
+        "configuration that differs from saved/iter_0000003:",
+        " which changes what is learned:",
+        "  --clip-grad: 0.5 -> 2.0",
+        "  --adam-beta2: 0.999 -> 0.9",
+        " which changes nothing that is learned:",
+        "  --eval-interval: None -> 3",
+        "  --load: None -> saved",
+        "  --log-interval: 100 -> 7",
+    ]
 
 
 def corpus(folder: Path, lengths: list[int], *, first: int = 1) -> list[str]:
