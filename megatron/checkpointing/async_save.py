@@ -73,6 +73,11 @@ class AsyncSaver:
         """Whether a save was started and not finished."""
         return self._background is not None
 
+    @property
+    def reserved(self) -> int:
+        """Bytes of the buffer."""
+        return self._buffer.memory.numel()
+
     def reserve(self, tensors: Iterable[NamedTensor]) -> None:
         """Allocate the buffer for this rank's share of tensors like these, so that the first save finds it ready.
 

@@ -211,10 +211,15 @@ class OptimizerConfig:
 
         With muon those of a matrix inside a layer.
         """
-        wide = self.main_dtype.itemsize
         states = {"adam": 2, "muon": 1, "sgd": int(self.sgd_momentum > 0)}[self.optimizer]
-        main = 2 if self.main_in_halves else wide if self.params_dtype != self.main_dtype else 0
-        return main + states * wide - 2 * len(self.narrow_states)
+        return self.main_bytes_per_parameter + states * self.main_dtype.itemsize - 2 * len(self.narrow_states)
+
+    @property
+    def main_bytes_per_parameter(self) -> int:
+        """Of what a weight is short of a main weight."""
+        if self.main_in_halves:
+            return 2
+        return self.main_dtype.itemsize if self.params_dtype != self.main_dtype else 0
 
     @property
     def state_bytes_outside_layers(self) -> int:

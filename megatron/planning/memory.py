@@ -22,6 +22,7 @@ class StageMemory:
         optimizer: main weights and moments.
         activations: the most that is kept at one time between forward and backward passes.
         recomputed: the most that a backward computes again on top of that.
+        staging: memory of the host for what `--async-save` writes; on CPUs it is the same memory. Not in the total.
     """
 
     parameters: int
@@ -29,10 +30,14 @@ class StageMemory:
     optimizer: int
     activations: int
     recomputed: int = 0
+    staging: int = 0
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, name) for name in _COUNTED)
+
+
+_COUNTED = tuple(field.name for field in fields(StageMemory) if field.name != "staging")
 
 
 def predict_memory(config: MegatronConfig, *, padded_vocab_size: int) -> tuple[StageMemory, ...]:
@@ -73,9 +78,19 @@ def predict_memory(config: MegatronConfig, *, padded_vocab_size: int) -> tuple[S
                 optimizer=state // owners,
                 activations=peak_of_plan(plan, [chunk_bytes(config, chunk, padded_vocab_size) for chunk in chunks]),
                 recomputed=max(recomputed_bytes(config, chunk) for chunk in chunks),
+                staging=_saved_bytes(config, elements, state) // sharing,
             )
         )
     return tuple(stages)
+
+
+def _saved_bytes(config: MegatronConfig, elements: int, state: int) -> int:
+    """Of what a replica's rank of a stage saves in the background: main weights, and the optimizer's state without."""
+    if not config.checkpoint.async_save:
+        return 0
+    optimizer = config.optimizer
+    moments = state - elements * optimizer.main_bytes_per_parameter if config.checkpoint.save_optim else 0
+    return elements * optimizer.main_dtype.itemsize + moments
 
 
 def plans_of_step(config: MegatronConfig, layout: PipelineLayout) -> tuple[StagePlan, ...]:
@@ -108,21 +123,23 @@ def memory_table(
     """A line for each stage, in MB: what is predicted, what was measured, and by how much that is more.
 
     What a backward computes again is in memory for a moment, and in no saved tensor: it is predicted only, and left out
-    of the totals beside measured ones.
+    of the totals beside measured ones. What `--async-save` needs of the host stands behind the total, where it is used.
 
     Args:
         as_predicted: columns that lasting memory has and no measurement finds; measured totals have what is predicted.
     """
-    names = [field.name for field in fields(StageMemory)]
+    names = list(_COUNTED)
     counted = [name for name in names if name != "recomputed"]
-    rows = [["stage", *names, "total"]]
+    staged = any(stage.staging for stage in (*(predicted or ()), *(measured or ())))
+    rows = [["stage", *names, "total", *(["staging"] if staged else [])]]
     for stage in range(len(predicted or measured or ())):
         wanted = None if predicted is None else predicted[stage]
         found = None if measured is None else measured[stage]
         row = [_cell(wanted, found if name in counted and name not in as_predicted else None, [name]) for name in names]
         if found is not None:
             found = replace(found, **{name: getattr(wanted, name, 0) for name in as_predicted})
-        rows.append([str(stage), *row, _cell(wanted, found, names if found is None else counted)])
+        row.append(_cell(wanted, found, names if found is None else counted))
+        rows.append([str(stage), *row, *([_cell(wanted, found, ["staging"])] if staged else [])])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
 

@@ -21,6 +21,7 @@ from megatron.training.failures import OutOfMemory
 from megatron.training.initialize import MegatronContext
 from megatron.training.metrics import StepReport
 from megatron.training.run import Hook, Run
+from megatron.training.saving import Saving
 from megatron.training.setup import Vocabulary, build_vocabulary, implied_parameter_count
 
 
@@ -84,6 +85,7 @@ def measured_memory(run: Run, activations: int) -> StageMemory:
         gradients=_bytes(buffer.gradients for buffer in buffers),
         optimizer=_bytes([*parameters, *state]) - _bytes(parameters),
         activations=activations,
+        staging=sum(hook.staging_bytes for hook in run.hooks if isinstance(hook, Saving)),
     )
 
 
@@ -108,7 +110,8 @@ def explaining_out_of_memory(context: MegatronContext, when: Callable[[], str]) 
         if not is_out_of_memory(error):
             raise
         first_line = (str(error) or type(error).__name__).splitlines()[0]
-        advice = out_of_memory_advice(context.config, bytes_for_a_rank(context))
+        on_cpu = context.device.type == "cpu"
+        advice = out_of_memory_advice(context.config, bytes_for_a_rank(context), on_cpu=on_cpu)
         why = OutOfMemory(f"rank {context.state.rank} ran out of memory {when()}: {first_line}")
         why.add_note(advice)
         raise why from error
@@ -121,16 +124,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-def out_of_memory_advice(config: MegatronConfig, available: int) -> str:
+def out_of_memory_advice(config: MegatronConfig, available: int, *, on_cpu: bool) -> str:
     """The account of the configuration, and the three cheapest changes that need no more than `available` bytes."""
     vocabulary = build_vocabulary(config)
     predicted = predict_memory(config, padded_vocab_size=vocabulary.padded_size)
     largest = max(stage.total for stage in predicted)
+    staging = max(stage.staging for stage in predicted) if on_cpu else 0
     # Less than what has just not fitted, also where the account knows of too little: temporaries, fragments, others.
-    enough = min(available, int(0.9 * largest))
+    enough = min(available - staging, int(0.9 * largest))
     options = cheapest_that_fit(config, vocab_size=vocabulary.size, available=enough)
     fits = bool(options) and options[0].bytes <= enough
-    bound = "all there is" if enough == available else "nine tenths of what it needs now, which did not fit"
+    rest = "all there is beside the staging of --async-save" if staging else "all there is"
+    bound = rest if enough == available - staging else "nine tenths of what it needs now, which did not fit"
     found = "The cheapest changes that would fit" if fits else "No two changes make it fit; those that spare most"
     lines = [
         "What the GPT of these flags needs on a rank of each stage, predicted (MB):",
@@ -159,7 +164,8 @@ def _memory_warning(state: ParallelState, stages: Sequence[StageMemory], availab
         available: bytes of memory that the node has.
     """
     here = [rank for rank, node in enumerate(state.nodes) if node == state.nodes[state.rank]]
-    needed = sum(stages[state.grid.coordinates(rank)["pp"]].total for rank in here)
+    mine = [stages[state.grid.coordinates(rank)["pp"]] for rank in here]
+    needed = sum(stage.total + stage.staging for stage in mine)
     if needed <= available:
         return ""
     return (

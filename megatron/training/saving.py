@@ -36,6 +36,11 @@ class Saving(Hook):
         self._told = True
         self._stood_still: float | None = None  # seconds until now, for a copy that is being made
 
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of the host for what is written in the background."""
+        return 0 if self._background is None else self._background.reserved
+
     def on_start(self, run: Run) -> None:
         self._saved = run.progress.iteration  # what was just loaded, or nothing worth keeping, needs no saving
         if self._background is not None:

@@ -37,7 +37,7 @@ from pretrain_gpt import forward_step
 from tests.helpers.distributed import run_distributed
 from tests.helpers.launch import launch
 from tests.helpers.tiny import TINY_GPT, context_of_rank, tiny_config, tiny_run
-from tests.training.runs import trained
+from tests.training.runs import build, trained
 
 # Documents' masks are left out: the account has them, and each sample of the tiny data ends in padding of its own.
 BF16 = ("--bf16", "--no-reset-attention-mask", "--log-memory")
@@ -86,7 +86,7 @@ def test_an_allocation_that_fails_is_told_from_other_errors() -> None:
 def test_the_cheapest_changes_that_fit_come_first() -> None:
     arguments = ("--micro-batch-size", "2", "--global-batch-size", "16", "--attention-dropout", "0.1")
     config = tiny_config(*arguments, world_size=4)
-    advice = out_of_memory_advice(config, available=10**9)
+    advice = out_of_memory_advice(config, available=10**9, on_cpu=True)
     assert "--use-distributed-optimizer: " in advice.splitlines()[5]
     costs = [int(cost) for cost in re.findall(r"about \+(\d+)% time", advice)]
     assert costs == sorted(costs)
@@ -94,7 +94,7 @@ def test_the_cheapest_changes_that_fit_come_first() -> None:
 
 
 def test_a_run_that_nothing_makes_fit_is_told_what_spares_most() -> None:
-    advice = out_of_memory_advice(tiny_config(world_size=1), available=1000)
+    advice = out_of_memory_advice(tiny_config(world_size=1), available=1000, on_cpu=True)
     assert "No two changes make it fit" in advice
     assert "--recompute-granularity full" in advice
 
@@ -107,7 +107,7 @@ def test_the_advice_says_what_it_compares_with_what_in_one_unit() -> None:
         (10**9, f"{0.9 * stage.total / 1e6:,.1f} MB: nine tenths"),
         (10**6, "1.0 MB: all there is"),
     ):
-        advice = out_of_memory_advice(config, available=available)
+        advice = out_of_memory_advice(config, available=available, on_cpu=True)
         assert f"A rank has {available / 1e6:,.1f} MB, of which libraries, " in advice
         assert f"the largest stage then needs no more than {said}" in advice
         assert re.search(r"^  1\. --.*: [\d.]+ MB, ", advice, re.MULTILINE)
@@ -267,7 +267,53 @@ def test_the_warning_at_the_start_and_the_account_have_the_same_numbers(
     _, warning, account, *_ = re.split(r"warning: the 1 rank\(s\) of this node need about|, predicted \(MB\):\n", text)
     table = account.splitlines()[:2]
     assert warning.splitlines()[1:3] == table
-    assert out_of_memory_advice(config, available=10**9).splitlines()[1:3] == table
+    assert out_of_memory_advice(config, available=10**9, on_cpu=True).splitlines()[1:3] == table
+
+
+SAVED = {
+    "fp32": (1, ()),
+    "bf16": (2, ("--bf16",)),
+    "halves": (1, ("--bf16", "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16")),
+    "sharded": (2, ("--bf16", "--use-distributed-optimizer")),
+    "muon": (1, ("--optimizer", "muon")),
+    "weights": (1, ("--no-save-optim",)),
+}
+
+
+def _staging(rank: int, world_size: int, folder: Path, *arguments: str) -> tuple[StageMemory, StageMemory]:
+    """Predicted and measured."""
+    run, _ = build(*arguments, "--async-save", "--save", str(folder), rank=rank, world_size=world_size)
+    run.hooks[-1].on_start(run)
+    run.hooks[-1].close()
+    predicted = predicted_memory(run)
+    assert predicted is not None
+    return predicted[0], measured_memory(run, 0)
+
+
+@pytest.mark.parametrize("layout", SAVED)
+def test_the_account_has_the_copy_that_is_written_in_the_background(layout: str, tmp_path: Path) -> None:
+    ranks, arguments = SAVED[layout]
+    for predicted, measured in run_distributed(_staging, ranks, tmp_path, *arguments):
+        assert measured.staging == pytest.approx(predicted.staging, rel=0.05)
+        assert replace(predicted, staging=0).total == predicted.total
+        header, line = memory_table([predicted], [measured]).splitlines()
+        assert header.split()[-2:] == ["total", "staging"]
+        assert f"{predicted.staging / 1e6:,.1f} -> {measured.staging / 1e6:,.1f}" in line
+
+
+def test_on_cpus_the_copy_counts_where_memory_is_short(tmp_path: Path) -> None:
+    config = tiny_config("--async-save", "--save", str(tmp_path), world_size=1)
+    (stage,) = predict_memory(config, padded_vocab_size=256)
+    assert stage.staging > 0
+    state = replace(parallel_state.ParallelState.single(), nodes=("a",))
+    assert _memory_warning(state, [stage], stage.total + stage.staging) == ""
+    assert _memory_warning(state, [stage], stage.total + stage.staging - 1) != ""
+    available = stage.staging + 10**5
+    assert "no more than 0.1 MB: all there is beside the staging" in out_of_memory_advice(
+        config, available, on_cpu=True
+    )
+    advice = out_of_memory_advice(config, available, on_cpu=False)
+    assert f"no more than {min(available, 0.9 * stage.total) / 1e6:,.1f} MB" in advice
 
 
 def test_a_run_that_ends_before_its_second_iteration_stops_counting() -> None:
