@@ -11,7 +11,7 @@ from megatron.checkpointing.slices import Box
 from megatron.conversion.megatron_lm.arguments import training_flags
 from megatron.conversion.megatron_lm.contents import STATES
 from megatron.conversion.megatron_lm.flat_buffers import IN_BUFFERS, bucket_limit, flat_buckets
-from megatron.conversion.megatron_lm.pickles import StoredTensor
+from megatron.conversion.megatron_lm.pickles import StridedTensor
 from megatron.conversion.megatron_lm.shards import ChunkTensors
 from megatron.conversion.portable import ConversionError, LazyTensor, TrainingState
 
@@ -132,7 +132,7 @@ def states_in_buffers(
         for state in IN_BUFFERS:
             flat = buffers[0].get(state)
             length = sum(bucket.length for bucket in buckets)
-            if not isinstance(flat, StoredTensor) or (flat.shape, flat.strides) != ((length,), (1,)):
+            if not isinstance(flat, StridedTensor) or (flat.shape, flat.strides) != ((length,), (1,)):
                 found = list(flat.shape) if isinstance(flat, LazyTensor) else "nothing"
                 raise ConversionError(f"{state} should be {length} elements in a row, and is {found}; {ADVICE}")
             before = 0

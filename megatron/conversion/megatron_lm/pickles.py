@@ -195,7 +195,7 @@ class _Storage(_Sealed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredTensor(LazyTensor, _Sealed):
+class StridedTensor(LazyTensor, _Sealed):
     """A tensor in a file: of a storage the elements from `first` on, in steps of `strides`."""
 
     read: Callable[[], Tensor] = field(init=False, repr=False)
@@ -219,13 +219,13 @@ class StoredTensor(LazyTensor, _Sealed):
         else:
             place.copy_(self.read())
 
-    def part(self, box: Box) -> StoredTensor:
+    def part(self, box: Box) -> StridedTensor:
         """The elements in a box of it."""
         assert Box.whole(self.shape).contains(box), (self.shape, box)
         first = self.first + sum(offset * step for offset, step in zip(box.offset, self.strides))
         return replace(self, shape=box.shape, first=first)
 
-    def viewed(self, shape: tuple[int, ...]) -> StoredTensor:
+    def viewed(self, shape: tuple[int, ...]) -> StridedTensor:
         """Elements in a row in another shape."""
         assert self.strides == (1,) and self.shape == (math.prod(shape),), (self.shape, self.strides, shape)
         return replace(self, shape=shape, strides=contiguous_strides(shape))
@@ -476,7 +476,7 @@ class _Unpickler(pickle.Unpickler):
         span = offset + 1 + sum((size - 1) * step for size, step in zip(sizes, steps)) if 0 not in sizes else offset
         if span > storage.length or math.prod(sizes) > storage.length:
             raise ConversionError(f"a tensor of shape {list(sizes)} lies past the end of its {storage.length} numbers")
-        return StoredTensor(shape=sizes, dtype=storage.dtype, storage=storage, first=offset, strides=steps)
+        return StridedTensor(shape=sizes, dtype=storage.dtype, storage=storage, first=offset, strides=steps)
 
     def _typed_tensor(self, function: Any, _type: Any, arguments: Any, _state: Any) -> LazyTensor:
         """A tensor with attributes, which are dropped."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.checkpointing.slices import Box
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, layer_of, with_layer
-from megatron.conversion.megatron_lm.pickles import StoredTensor
+from megatron.conversion.megatron_lm.pickles import StridedTensor
 from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes, refuse_differences
 
 # A model chunk of one rank: by kind ("model", "optimizer.exp_avg", …) and then by name, with layers counted from 0.
@@ -63,7 +63,7 @@ def _read_blocks(part: LazyTensor, places: Sequence[Tensor], dim: int) -> None:
 
     What is stored as it is goes straight there: of a large vocabulary there is no second copy beside the whole.
     """
-    if not isinstance(part, StoredTensor):
+    if not isinstance(part, StridedTensor):
         for place, values in zip(places, part.read().chunk(len(places), dim)):
             place.copy_(values)
         return

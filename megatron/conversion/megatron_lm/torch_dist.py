@@ -30,7 +30,7 @@ from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, native_name
 from megatron.conversion.megatron_lm.optimizer import ADVICE, SavedOptimizer, training_state
 from megatron.conversion.megatron_lm.pickles import (
     StandIn,
-    StoredTensor,
+    StridedTensor,
     errors_named,
     is_shape,
     read_pickle,
@@ -87,7 +87,7 @@ class _ChunkedTensor:
             common = chunk.intersect(box)
             if common is not None:
                 values = place.read()
-                if not isinstance(values, StoredTensor) or (values.shape, values.dtype) != (chunk.shape, self.dtype):
+                if not isinstance(values, StridedTensor) or (values.shape, values.dtype) != (chunk.shape, self.dtype):
                     raise ConversionError(f"{place.path}: what is there of {self.key} is not the chunk {chunk} of it")
                 part = values.part(common.seen_from(chunk.offset))
                 part.read_into(whole[common.seen_from(box.offset).index])

@@ -40,7 +40,7 @@ class TensorToCome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Storage:
+class _StorageToCome:
     """The numbers of one, under their key in the archive."""
 
     key: str
@@ -111,17 +111,17 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
-        self.tensors: list[tuple[_Storage, TensorToCome]] = []
+        self.tensors: list[tuple[_StorageToCome, TensorToCome]] = []
 
     def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, _Storage):
+        if not isinstance(value, _StorageToCome):
             return None
         return ("storage", _STORAGES[value.dtype], value.key, "cpu", value.length)
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, TensorToCome):
             return NotImplemented
-        storage = _Storage(key=str(len(self.tensors)), dtype=value.dtype, length=math.prod(value.shape))
+        storage = _StorageToCome(key=str(len(self.tensors)), dtype=value.dtype, length=math.prod(value.shape))
         self.tensors.append((storage, value))
         arguments: tuple[Any, ...] = (storage, 0, value.shape, contiguous_strides(value.shape), False, OrderedDict())
         return torch._utils._rebuild_tensor_v2, arguments
