@@ -35,7 +35,7 @@ from megatron.model.masks import alibi_slopes
 # No size is that of another, or its multiple by a usual factor; the vocabulary is a prime. Two tensor-parallel ranks
 # and two pipeline stages divide the rest.
 VOCAB, SEQUENCE = 61, 17
-SIZES: dict[str, Any] = {
+LLAMA_SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
     "intermediate_size": 52,
@@ -44,6 +44,8 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 40,
     "tie_word_embeddings": False,
+}
+SIZES: dict[str, Any] = LLAMA_SIZES | {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "attn_implementation": "sdpa",  # the eager path rounds its softmax to float32

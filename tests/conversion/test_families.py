@@ -18,20 +18,9 @@ from megatron.conversion.families import (
 )
 from megatron.conversion.portable import ConversionError
 from megatron.conversion.settings import HuggingFaceConfig
+from tests.conversion.models import LLAMA_SIZES
 
-LLAMA: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 48,
-    "intermediate_size": 52,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 40,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "rope_theta": 500000.0,
-}
+LLAMA = LLAMA_SIZES | {"rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 500000.0}
 _NOT_OF_BAICHUAN = ("num_key_value_heads", "rope_theta", "max_position_embeddings")
 # Files as they were before transformers 5.
 FILES: dict[str, dict[str, Any]] = {
