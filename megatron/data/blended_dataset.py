@@ -6,6 +6,7 @@ import bisect
 import itertools
 import logging
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +14,17 @@ import numpy.typing as npt
 from megatron.config.problems import UserError
 from megatron.data.index_builder import build_blend_index, build_exhaustive_blend_index, derived_seed
 from megatron.data.index_cache import Arrays, IndexCache
-from megatron.data.sample_dataset import SampleDataset, TokenArray
+from megatron.data.sample_dataset import SampleDataset
 from megatron.data.splits import normalize
 
 logger = logging.getLogger(__name__)
 
+Sample = TypeVar("Sample")
+
 _COUNT_AT_ONCE = 1 << 20  # bincount copies to eight bytes an entry
 
 
-class BlendedDataset:
+class BlendedDataset(Generic[Sample]):
     """Samples of several datasets in a fixed order that keeps the share of each at its weight.
 
     Args:
@@ -36,7 +39,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        datasets: Sequence[SampleDataset],
+        datasets: Sequence[SampleDataset[Sample]],
         names: Sequence[str],
         dataset_index: npt.NDArray[np.int16],
         dataset_sample_index: npt.NDArray[np.int64],
@@ -57,19 +60,19 @@ class BlendedDataset:
     def __len__(self) -> int:
         return int(self.dataset_index.shape[0])
 
-    def __getitem__(self, index: int) -> TokenArray:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a blend, which has {len(self)}")
         return self.datasets[int(self.dataset_index[index])][int(self.dataset_sample_index[index])]
 
 
 def blend_by_weights(
-    datasets: Sequence[SampleDataset],
+    datasets: Sequence[SampleDataset[Sample]],
     names: Sequence[str],
     weights: Sequence[float],
     size: int,
     cache: IndexCache,
-) -> BlendedDataset:
+) -> BlendedDataset[Sample]:
     """A blend of `size` samples in which each dataset has the share of its weight.
 
     Raises:
@@ -88,8 +91,8 @@ def blend_by_weights(
 
 
 def blend_by_size(
-    datasets: Sequence[SampleDataset], names: Sequence[str], size: int | None, cache: IndexCache
-) -> BlendedDataset:
+    datasets: Sequence[SampleDataset[Sample]], names: Sequence[str], size: int | None, cache: IndexCache
+) -> BlendedDataset[Sample]:
     """A blend in which each dataset has the share of its size.
 
     It has `size` samples, for None each sample once. Datasets without samples take no part.
@@ -117,7 +120,7 @@ def blend_by_size(
     return BlendedDataset(datasets, names, arrays["dataset_index"], arrays["dataset_sample_index"])
 
 
-class BlockedDataset:
+class BlockedDataset(Generic[Sample]):
     """Blocks of samples one after another, each cut to the number that was requested of it.
 
     The order of a dataset depends on the number of samples requested, so a run that is prolonged keeps the
@@ -131,7 +134,7 @@ class BlockedDataset:
         UserError: a block has fewer samples than its size.
     """
 
-    def __init__(self, blocks: Sequence[SampleDataset], sizes: Sequence[int]) -> None:
+    def __init__(self, blocks: Sequence[SampleDataset[Sample]], sizes: Sequence[int]) -> None:
         for block, size in zip(blocks, sizes, strict=True):
             if len(block) < size:
                 raise UserError(
@@ -145,7 +148,7 @@ class BlockedDataset:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, index: int) -> TokenArray:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} in blocks of {list(self.sizes)}")
         number = bisect.bisect_right(self._ends, index)

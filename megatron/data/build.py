@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from megatron.data.gpt_dataset import GPTDataset, build_gpt_index
 from megatron.data.index_cache import IndexCache, user_cache_folder
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.mock_dataset import MockTokens
-from megatron.data.sample_dataset import SampleDataset, TokenSource
+from megatron.data.sample_dataset import SampleDataset, TokenArray, TokenSource
 from megatron.data.splits import Split, normalize, split_ranges
 
 logger = logging.getLogger(__name__)
@@ -25,7 +27,10 @@ logger = logging.getLogger(__name__)
 Requested = int | Sequence[int] | None
 """Samples wanted of a split: a number; the sizes of its blocks, none for no dataset; None for one pass over it."""
 
-GPTDatasets = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]
+Source = TypeVar("Source", bound=TokenSource)
+Sample = TypeVar("Sample")
+Splits = tuple[SampleDataset[Sample] | None, SampleDataset[Sample] | None, SampleDataset[Sample] | None]
+"""Training, validation, test; None for a split that has no data by choice: a share of 0, no path, or no block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,70 +47,55 @@ class SampleShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Recipe:
-    """What all datasets of a run have in common."""
+class Recipe(ABC, Generic[Source, Sample]):
+    """What all datasets of a run have in common, and how one of them is made."""
 
     data: DataConfig
-    shape: SampleShape
-    vocab_size: int
+
+    @abstractmethod
+    def open(self, prefix: str) -> Source:
+        """The corpus of a prefix."""
+
+    @abstractmethod
+    def mock(self) -> Source:
+        """What `--mock-data` stands for."""
+
+    @abstractmethod
+    def size(self, source: Source) -> int:
+        """Documents of a corpus, as `--split` counts them."""
+
+    @abstractmethod
+    def dataset(
+        self, source: Source, split: Split, elements: range, requested: int | None, seed: int, share: str
+    ) -> SampleDataset[Sample]:
+        """One split of one source: the documents `elements`. `share` says in messages where these come from.
+
+        Raises:
+            UserError: samples are requested of documents that give none.
+        """
 
     @property
     def cache_folder(self) -> Path | None:
         return None if self.data.data_cache_path is None else Path(self.data.data_cache_path)
 
-    def open(self, prefix: str) -> IndexedDataset:
-        return IndexedDataset(prefix, mmap=self.data.mmap_bin_files)
-
-    def index_cache(self, source: TokenSource) -> IndexCache:
-        if isinstance(source, MockTokens):
+    def index_cache(self, source: Source, beside_data: str) -> IndexCache:
+        """The cache of an index of one source, by default in a folder beside the data."""
+        if self.data.mock_data:
             return IndexCache(self.cache_folder)
-        beside_data = Path(source.prefix) / "cache" / "GPTDataset_indices"
-        return IndexCache(self.cache_folder, defaults=(beside_data, user_cache_folder()))
-
-    def dataset(
-        self, source: TokenSource, split: Split, elements: range, requested: int | None, seed: int, share: str
-    ) -> GPTDataset:
-        """One split of one source. `share` says in messages where `elements` comes from."""
-        tokens = int(source.sequence_lengths[elements.start : elements.stop].sum(dtype=np.int64))
-        if requested and tokens == 0:
-            raise UserError(_empty_split(source, split, elements, requested, share))
-        index = build_gpt_index(
-            source,
-            elements,
-            split=split,
-            requested=requested,
-            seed=seed,
-            sequence_length=self.data.seq_length,
-            extra_tokens=self.shape.extra_tokens,
-            keep_last=split is Split.VALID and self.shape.keep_last_of_valid,
-            cache=self.index_cache(source),
+        return IndexCache(
+            self.cache_folder, defaults=(Path(source.prefix) / "cache" / beside_data, user_cache_folder())
         )
-        dataset = GPTDataset(
-            source, index, split=split, extra_tokens=self.shape.extra_tokens, vocab_size=self.vocab_size
-        )
-        epochs = len(index.document) // max(1, len(elements))
-        report = logger.info if len(dataset) else logger.warning
-        report(
-            "%s: %s from %s of %s, %s, %s",
-            split.value,
-            counted(len(dataset), "sample"),
-            counted(len(elements), "document"),
-            source.prefix,
-            counted(tokens, "token"),
-            counted(epochs, "epoch"),
-        )
-        return dataset
 
     def blend(
         self,
         blend: Blend,
-        sources: Sequence[TokenSource],
+        sources: Sequence[Source],
         split: Split,
         elements: Sequence[range],
         requested: int | None,
         seed: int,
         share: str,
-    ) -> SampleDataset:
+    ) -> SampleDataset[Sample]:
         """One split of a blend; Megatron-LM's numbers of samples for it and for its parts."""
         parts = list(zip(sources, elements))
         if blend.weights is None:
@@ -114,7 +104,7 @@ class _Recipe:
             if requested and not len(mixed):
                 raise UserError(
                     f"{share} leaves {split.value} no sample in any of {', '.join(blend.prefixes)}, but "
-                    f"{requested} are requested; {_REMEDY[split]}"
+                    f"{requested} are requested; {REMEDY[split]}"
                 )
             return mixed
         if requested is None:
@@ -133,7 +123,7 @@ class _Recipe:
         return blend_by_weights(datasets, blend.prefixes, shares, sum(targets), IndexCache(self.cache_folder))
 
 
-_REMEDY = {
+REMEDY = {
     Split.TRAIN: "give training a larger share",
     Split.VALID: "give validation a larger share or a dataset of its own (--valid-data-path), or evaluate on "
     "none (--eval-iters 0)",
@@ -142,12 +132,56 @@ _REMEDY = {
 }
 
 
-def _empty_split(source: TokenSource, split: Split, elements: range, requested: int, share: str) -> str:
-    total = len(source.sequence_lengths)
-    return (
-        f"{share} leaves {split.value} {len(elements)} of the {total} documents of {source.prefix}, without "
-        f"a token, but {requested} samples are requested; {_REMEDY[split]}"
-    )
+@dataclass(frozen=True, kw_only=True)
+class _GPTRecipe(Recipe[TokenSource, TokenArray]):
+    shape: SampleShape
+    vocab_size: int
+    eod: int
+
+    def open(self, prefix: str) -> TokenSource:
+        return IndexedDataset(prefix, mmap=self.data.mmap_bin_files)
+
+    def mock(self) -> TokenSource:
+        return MockTokens(vocab_size=self.vocab_size, eod=self.eod)
+
+    def size(self, source: TokenSource) -> int:
+        return len(source.sequence_lengths)
+
+    def dataset(
+        self, source: TokenSource, split: Split, elements: range, requested: int | None, seed: int, share: str
+    ) -> GPTDataset:
+        tokens = int(source.sequence_lengths[elements.start : elements.stop].sum(dtype=np.int64))
+        if requested and tokens == 0:
+            raise UserError(
+                f"{share} leaves {split.value} {len(elements)} of the {self.size(source)} documents of "
+                f"{source.prefix}, without a token, but {requested} samples are requested; {REMEDY[split]}"
+            )
+        index = build_gpt_index(
+            source,
+            elements,
+            split=split,
+            requested=requested,
+            seed=seed,
+            sequence_length=self.data.seq_length,
+            extra_tokens=self.shape.extra_tokens,
+            keep_last=split is Split.VALID and self.shape.keep_last_of_valid,
+            cache=self.index_cache(source, "GPTDataset_indices"),
+        )
+        dataset = GPTDataset(
+            source, index, split=split, extra_tokens=self.shape.extra_tokens, vocab_size=self.vocab_size
+        )
+        epochs = len(index.document) // max(1, len(elements))
+        report = logger.info if len(dataset) else logger.warning
+        report(
+            "%s: %s from %s of %s, %s, %s",
+            split.value,
+            counted(len(dataset), "sample"),
+            counted(len(elements), "document"),
+            source.prefix,
+            counted(tokens, "token"),
+            counted(epochs, "epoch"),
+        )
+        return dataset
 
 
 def build_gpt_datasets(
@@ -158,7 +192,19 @@ def build_gpt_datasets(
     vocab_size: int,
     eod: int,
     shape: SampleShape = SampleShape(),
-) -> GPTDatasets:
+) -> Splits[TokenArray]:
+    """The training, validation and test samples of a GPT: windows of ids. See `build_splits`.
+
+    Args:
+        vocab_size: ids must be below it.
+        eod: end-of-document id, for mock data.
+    """
+    return build_splits(_GPTRecipe(data=data, shape=shape, vocab_size=vocab_size, eod=eod), num_samples, seed)
+
+
+def build_splits(
+    recipe: Recipe[Source, Sample], num_samples: tuple[Requested, Requested, Requested], seed: int
+) -> Splits[Sample]:
     """The training, validation and test samples of a run, in Megatron-LM's order for the same seed.
 
     The data comes from one blend that `--split` divides, from a blend for each split, or is made up. Needs no
@@ -166,42 +212,36 @@ def build_gpt_datasets(
     share the work.
 
     Args:
-        data: free of problems.
+        recipe: its configuration is free of problems.
         num_samples: of training, validation and test; the order depends on them. Several numbers are blocks,
             see `BlockedDataset`, and give a dataset of exactly their sum; a single number gives at least that many.
         seed: of the order.
-        vocab_size: ids must be below it.
-        eod: end-of-document id, for mock data.
-
-    Returns:
-        (train, valid, test); None for a split that has no data by choice (a share of 0, no path, or no block).
 
     Raises:
         UserError: a split can not give the samples requested of it.
         IndexedDatasetError: a file is missing or damaged.
     """
-    trains = _wanted(num_samples[0])
+    data, trains = recipe.data, _wanted(num_samples[0])
     assert not (problems := [*data.problems(), *data.source_problems(trains=trains)]), problems
-    recipe = _Recipe(data=data, shape=shape, vocab_size=vocab_size)
     own = [parse_blend(path) for path in (data.train_data_path, data.valid_data_path, data.test_data_path)]
     if any(own):
         return _build_own(recipe, own, num_samples, seed)
-    return _build_shared(recipe, num_samples, seed, eod)
+    return _build_shared(recipe, num_samples, seed)
 
 
 def _build_own(
-    recipe: _Recipe,
+    recipe: Recipe[Source, Sample],
     own: Sequence[Blend | None],
     num_samples: tuple[Requested, Requested, Requested],
     seed: int,
-) -> GPTDatasets:
+) -> Splits[Sample]:
     """Each split from a blend of its own, whole."""
 
-    def build(split: Split, blend: Blend | None, requested: Requested) -> SampleDataset | None:
+    def build(split: Split, blend: Blend | None, requested: Requested) -> SampleDataset[Sample] | None:
         if blend is None or not _wanted(requested):
             return None
         sources = [recipe.open(prefix) for prefix in blend.prefixes]
-        elements = [range(len(source)) for source in sources]
+        elements = [range(recipe.size(source)) for source in sources]
         share = f"--{split.value}-data-path"
         if len(sources) == 1:
             return _blocks(requested, seed, lambda n, s: recipe.dataset(sources[0], split, elements[0], n, s, share))
@@ -212,21 +252,17 @@ def _build_own(
 
 
 def _build_shared(
-    recipe: _Recipe, num_samples: tuple[Requested, Requested, Requested], seed: int, eod: int
-) -> GPTDatasets:
+    recipe: Recipe[Source, Sample], num_samples: tuple[Requested, Requested, Requested], seed: int
+) -> Splits[Sample]:
     """All splits from one blend, or from mock data where there is none."""
     data, shared = recipe.data, parse_blend(recipe.data.data_path)
-    sources: list[TokenSource]
-    if shared is None:
-        sources = [MockTokens(vocab_size=recipe.vocab_size, eod=eod)]
-    else:
-        sources = [recipe.open(prefix) for prefix in shared.prefixes]
+    sources = [recipe.mock()] if shared is None else [recipe.open(prefix) for prefix in shared.prefixes]
     if data.split is None:
         logger.info("--split is not given: %s", data.split_text)
-    ranges = [split_ranges(data.split_weights, len(source.sequence_lengths)) for source in sources]
+    ranges = [split_ranges(data.split_weights, recipe.size(source)) for source in sources]
     share = f"--split {data.split_text!r}"
 
-    def build(number: int, split: Split, requested: Requested) -> SampleDataset | None:
+    def build(number: int, split: Split, requested: Requested) -> SampleDataset[Sample] | None:
         elements = [parts for of_source in ranges if (parts := of_source[number]) is not None]
         if not elements or not _wanted(requested):
             return None
@@ -242,7 +278,9 @@ def _wanted(requested: Requested) -> bool:
     return requested is None or isinstance(requested, int) or len(requested) > 0
 
 
-def _blocks(requested: Requested, seed: int, build: Callable[[int | None, int], SampleDataset]) -> SampleDataset:
+def _blocks(
+    requested: Requested, seed: int, build: Callable[[int | None, int], SampleDataset[Sample]]
+) -> SampleDataset[Sample]:
     """`build(requested, seed)`, or one for each of several requests, each with a seed of its own."""
     if requested is None or isinstance(requested, int):
         return build(requested, seed)
@@ -254,15 +292,22 @@ def _blocks(requested: Requested, seed: int, build: Callable[[int | None, int], 
     return BlockedDataset(blocks, requested)
 
 
-def token_sources(*splits: SampleDataset | None) -> tuple[TokenSource, ...]:
+@runtime_checkable
+class _FromSource(Protocol):
+    @property
+    def source(self) -> TokenSource:
+        """What the samples are cut from."""
+
+
+def token_sources(*splits: SampleDataset[Any] | None) -> tuple[TokenSource, ...]:
     """What the splits of a run are cut from, each source once."""
     found = {source.prefix: source for split in splits for source in _sources_of(split)}
     return tuple(found.values())
 
 
-def _sources_of(dataset: SampleDataset | None) -> Iterator[TokenSource]:
-    if isinstance(dataset, GPTDataset):
-        yield dataset.source
-    elif isinstance(dataset, BlendedDataset | BlockedDataset):
+def _sources_of(dataset: object) -> Iterator[TokenSource]:
+    if isinstance(dataset, BlendedDataset | BlockedDataset):
         for part in dataset.datasets if isinstance(dataset, BlendedDataset) else dataset.blocks:
             yield from _sources_of(part)
+    elif isinstance(dataset, _FromSource):
+        yield dataset.source

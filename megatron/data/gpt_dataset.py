@@ -25,7 +25,7 @@ from megatron.data.index_builder import (
     plan_epochs,
 )
 from megatron.data.index_cache import IndexCache
-from megatron.data.sample_dataset import TokenArray, TokenSource
+from megatron.data.sample_dataset import TokenArray, TokenSource, check_vocabulary
 from megatron.data.splits import Split, as_indices
 
 logger = logging.getLogger(__name__)
@@ -97,16 +97,8 @@ class GPTDataset:
                     self.source.get(inner[-1], 0, end),
                 ]
             )
-        self._check_vocabulary(ids)
+        check_vocabulary(ids, self._vocab_size, self.source.prefix)
         return ids
-
-    def _check_vocabulary(self, ids: TokenArray) -> None:
-        low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
-        if low < 0 or high >= self._vocab_size:
-            raise UserError(
-                f"{self.source.prefix}: holds the id {low if low < 0 else high}, but the vocabulary has "
-                f"{self._vocab_size} entries; train with the tokenizer that the dataset was made with"
-            )
 
 
 def build_gpt_index(

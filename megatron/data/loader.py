@@ -7,13 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from megatron.data.sample_dataset import SampleDataset, TokenArray
+from megatron.data.sample_dataset import SampleDataset
 from megatron.data.samplers import SampleOrder, microbatch_positions
 
+Sample = TypeVar("Sample")
 Batch = TypeVar("Batch")
 
 
-class MicrobatchLoader(Generic[Batch]):
+class MicrobatchLoader(Generic[Sample, Batch]):
     """The micro-batches of one data-parallel rank.
 
     With workers, threads read ahead of the step that is asked for. Threads, not processes: reading is copying
@@ -33,10 +34,10 @@ class MicrobatchLoader(Generic[Batch]):
 
     def __init__(
         self,
-        dataset: SampleDataset,
+        dataset: SampleDataset[Sample],
         *,
         order: SampleOrder,
-        collate: Callable[[Sequence[TokenArray], Sequence[int]], Batch],
+        collate: Callable[[Sequence[Sample], Sequence[int]], Batch],
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,

@@ -44,9 +44,9 @@ class Datasets:
         sources: what the samples are cut from. A checkpoint keeps their fingerprints, and is not resumed with others.
     """
 
-    train: SampleDataset | None
-    valid: SampleDataset | None
-    test: SampleDataset | None
+    train: SampleDataset[Any] | None
+    valid: SampleDataset[Any] | None
+    test: SampleDataset[Any] | None
     collate: Callable[[Sequence[Any], Sequence[int]], Microbatch]
     sources: Sequence[TokenSource] = ()
 
@@ -88,7 +88,7 @@ def build_loaders(
         progress.train_blocks = list(counts.train)
     datasets = provider(context, vocabulary, counts)
 
-    def loader(dataset: SampleDataset, order: SampleOrder) -> Loader:
+    def loader(dataset: SampleDataset[Any], order: SampleOrder) -> Loader:
         return MicrobatchLoader(
             dataset,
             order=order,
@@ -99,7 +99,7 @@ def build_loaders(
             num_workers=config.data.num_workers,
         )
 
-    def evaluation(dataset: SampleDataset | None, samples: int, name: str) -> Loader | None:
+    def evaluation(dataset: SampleDataset[Any] | None, samples: int, name: str) -> Loader | None:
         if dataset is None or samples == 0:
             return None
         return loader(dataset, SequentialOrder(len(dataset), wrap=True, name=name))
