@@ -16,7 +16,7 @@ STEPS = 3
 PRODUCT = list(all_cases())
 # Of data parallelism the plain one and all of it at once: tests/distributed compares the others with the plain one.
 COVER = pairwise_cover([case for case in PRODUCT if case.data in ("plain", "zero-overlap")])
-EVERY_LAYOUT = [case for case in every_layout() if case not in COVER]
+EVERY_LAYOUT = [case for case in every_layout(PRODUCT) if case not in COVER]
 
 
 @cache
