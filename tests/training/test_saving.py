@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from megatron.checkpointing import (
     staging,
     storage,
 )
+from megatron.training import initialize
 from megatron.training.failures import LauncherGone, NonFiniteError
 from megatron.training.metrics import StepReport
 from megatron.training.pretrain import train
@@ -201,6 +203,31 @@ class After(Hook):
     def after_step(self, run: Run, report: StepReport) -> None:
         if report.iteration == self.iteration:
             self.act()
+
+
+def pretrain_killed_while_it_writes() -> None:
+    """The second rank, by its thread, when half of its share of iteration 4 is on disk."""
+
+    def write(path: Path, *arguments: Any) -> Any:
+        result = write_shard(path, *arguments)
+        if ".tmp-iter_0000004" in str(path) and os.environ["RANK"] == "1":
+            os.truncate(path, path.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    storage.write_shard = write
+    initialize._TIME_TO_SPEAK = 0.3
+    pretrain_gpt()
+
+
+def test_a_rank_that_is_killed_while_it_writes_in_the_background_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    arguments = [*TINY_GPT, "--train-iters", "200", "--save", "saved", "--save-interval", "2", "--async-save"]
+    outcome = launch(pretrain_killed_while_it_writes, arguments, ranks=2, folder=tmp_path).wait()
+    assert outcome.codes == [1, -signal.SIGKILL]
+    assert "has lost another rank" in outcome.err[0] and "Traceback" not in outcome.err[0]
+    assert list_checkpoints(tmp_path / "saved") == (2,)
+    assert read_tracker(tmp_path / "saved") == 2
+    assert not (tmp_path / "saved" / ".tmp-iter_0000004").exists()
 
 
 def slow_write(*arguments: Any) -> Any:
