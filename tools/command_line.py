@@ -4,16 +4,20 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from tqdm import tqdm
 
 from megatron.config.problems import UserError, unknown_flag
 from megatron.core.whole_file import whole_file
 from megatron.training.failures import exiting
+
+if TYPE_CHECKING:  # it takes seconds to import, and the tools for texts do without
+    import torch
 
 # No watching thread: the tools fork, and a thread that holds a lock at that moment would hang the child.
 tqdm.monitor_interval = 0
@@ -114,6 +118,24 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write what a tool has found, over a file that is there."""
     with whole_file(path) as file:
         file.write((json.dumps(values, indent=1) + "\n").encode())
+
+
+class Stored(Protocol):
+    """What a tensor in a file says of itself before it is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> "torch.dtype": ...
+
+
+def bytes_of(tensors: Iterable[Stored]) -> int:
+    return sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+
+
+def dtype_name(dtype: "torch.dtype") -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def size_of(num_bytes: int) -> str:

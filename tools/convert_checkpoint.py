@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from command_line import Parser, at_least, elapsed, progress, run_tool, say, size_of
+from command_line import Parser, at_least, bytes_of, dtype_name, elapsed, progress, run_tool, say, size_of
 from torch import Tensor
 from tqdm import tqdm
 
@@ -95,10 +95,6 @@ def keywords(
     return told
 
 
-def bytes_of(lazy: LazyTensor) -> int:
-    return prod(lazy.shape) * lazy.dtype.itemsize
-
-
 def watched(model: PortableModel, bar: tqdm[Any]) -> PortableModel:
     """The model, whose tensors move a bar when they are read for the first time."""
     seen: set[str] = set()
@@ -108,7 +104,7 @@ def watched(model: PortableModel, bar: tqdm[Any]) -> PortableModel:
             values = lazy.read()
             if key not in seen:
                 seen.add(key)
-                bar.update(bytes_of(lazy))
+                bar.update(bytes_of([lazy]))
             return values
 
         return LazyTensor(shape=lazy.shape, dtype=lazy.dtype, read=read_it)
@@ -120,7 +116,7 @@ def described(model: PortableModel) -> str:
     """What the model is, in a line."""
     config = model.config
     weights = [lazy for key, lazy in model.tensors.items() if is_weight(key)]
-    kinds = sorted({str(lazy.dtype).removeprefix("torch.") for lazy in weights})
+    kinds = sorted({dtype_name(lazy.dtype) for lazy in weights})
     return (
         f"{sum(prod(lazy.shape) for lazy in weights):,} parameters in {' and '.join(kinds)}: "
         f"{config.num_layers} layers, hidden {config.hidden_size}, "
@@ -168,7 +164,7 @@ def main() -> None:
         say(f"  with its training, {model.training.iteration:,} iterations; --weights-only leaves it out")
     say(f"  tokenizer: {', '.join(model.tokenizer_files) or 'no files of one'}")
     started = time.perf_counter()
-    total = sum(map(bytes_of, model.tensors.values()))
+    total = bytes_of(model.tensors.values())
     with progress(total, "converting", unit="B") as bar:
         wanted = watched(model, bar)
         if "dtype" in options:

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
 from pathlib import Path
 from typing import Any
 
 import torch
-from command_line import Parser, print_table, progress, run_tool, say, shown, write_json
+from command_line import Parser, bytes_of, dtype_name, print_table, progress, run_tool, say, shown, write_json
 from text_tools import prepare_output
 from torch import Tensor
 
@@ -182,15 +182,15 @@ def inspect(checkpoint: Checkpoint, *, by_layer: bool) -> dict[str, Any]:
     if lines:
         say("\nconfiguration, where it is not as by default:\n" + "\n".join(f"  {line}" for line in lines))
     found = {}
-    with progress(bytes_of(checkpoint, checkpoint.tensors), "reading", unit="B") as bar:
+    with progress(bytes_of(checkpoint.tensors.values()), "reading", unit="B") as bar:
         for key in sorted(checkpoint.tensors, key=in_order):
             found[key] = statistics_of(checkpoint.read(key))
-            bar.update(bytes_of(checkpoint, [key]))
+            bar.update(bytes_of([checkpoint.tensors[key]]))
     rows = [["tensor", "number", "shape", "dtype", "norm", "min", "max", "not finite"]]
     for name, keys in groups(checkpoint, found, by_layer=by_layer).items():
         of_group, stored = together([found[key] for key in keys]), checkpoint.tensors[keys[0]]
         numbers = [shown(value) for value in of_group.as_json().values()]
-        rows.append([name, str(len(keys)), shape_of(checkpoint, keys[0]), dtype_of(stored.dtype), *numbers])
+        rows.append([name, str(len(keys)), shape_of(checkpoint, keys[0]), dtype_name(stored.dtype), *numbers])
     say("")
     print_table(rows)
     wrong = [f"{key}: {counted(each.not_finite, 'element')}" for key, each in found.items() if each.not_finite]
@@ -277,10 +277,11 @@ def compare(one: Checkpoint, other: Checkpoint, *, by_layer: bool) -> tuple[bool
             say(f"\n{counted(len(keys), 'tensor')} {what}:\n{listing(lines)}")
     comparable = [key for key in shared if one.tensors[key].shape == other.tensors[key].shape]
     changes = {}
-    with progress(bytes_of(one, comparable) + bytes_of(other, comparable), "reading", unit="B") as bar:
+    sizes = {key: bytes_of([one.tensors[key], other.tensors[key]]) for key in comparable}
+    with progress(sum(sizes.values()), "reading", unit="B") as bar:
         for key in comparable:
             changes[key] = change_of(one.read(key), other.read(key))
-            bar.update(bytes_of(one, [key]) + bytes_of(other, [key]))
+            bar.update(sizes[key])
     changed = [key for key, change in changes.items() if not change.identical]
     say("")
     if changed:
@@ -344,19 +345,11 @@ def in_order(key: str) -> list[tuple[int, str]]:
 
 def stored_as(checkpoint: Checkpoint, key: str) -> dict[str, Any]:
     stored = checkpoint.tensors[key]
-    return {"shape": list(stored.shape), "dtype": dtype_of(stored.dtype)}
+    return {"shape": list(stored.shape), "dtype": dtype_name(stored.dtype)}
 
 
 def shape_of(checkpoint: Checkpoint, key: str) -> str:
     return " x ".join(map(str, checkpoint.tensors[key].shape)) or "1"
-
-
-def dtype_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def bytes_of(checkpoint: Checkpoint, keys: Iterator[str] | Sequence[str] | Mapping[str, Any]) -> int:
-    return sum(prod(checkpoint.tensors[key].shape) * checkpoint.tensors[key].dtype.itemsize for key in keys)
 
 
 if __name__ == "__main__":
