@@ -50,6 +50,14 @@ class CheckpointConfig:
     save_optim: bool = field(
         default=True, metadata=flag("Save the optimizer.", off_help="Leave the optimizer out of checkpoints.")
     )
+    save_tokenizer_assets: bool = field(
+        default=True,
+        metadata=flag(
+            "Keep copies of the tokenizer's files in --save.",
+            off_help="Keep no copies of the tokenizer's files in --save.",
+            constants={"--disable-save-tokenizer-assets": False},
+        ),
+    )
     load_optim: bool = field(
         default=True, metadata=flag("Load the optimizer.", off_help="Start with a fresh optimizer after --load.")
     )

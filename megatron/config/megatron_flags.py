@@ -79,10 +79,6 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
     ("a missing or unexpected tensor is always an error", "--dist-ckpt-strictness=raise_all"),
     ("what all ranks of a replica group hold, one of them writes", "--no-ckpt-fully-parallel-save"),
     (
-        "tokenizer files are not copied into checkpoints",
-        "--no-save-tokenizer-assets --disable-save-tokenizer-assets",
-    ),
-    (
         "the feature that they belong to is off",
         "--expert-model-parallel-size=1 --expert-tensor-parallel-size=1 "
         "--num-distributed-optimizer-instances=1 --cpu-offloading-num-layers=0 "

@@ -35,12 +35,11 @@ from megatron.conversion.portable import (
     global_shapes,
     refuse_differences,
 )
-from megatron.conversion.tokenizer_files import GENERATION, files_of, generation_of, tokenizer_config
+from megatron.conversion.tokenizer_files import GENERATION, generation_of, tokenizer_config
 from megatron.conversion.whole_folder import copy_file, whole_folder, write_json
 from megatron.core.comm_group import CommGroup
-from megatron.model.gpt_model import WORD_EMBEDDINGS
-
-TOKENIZER_FOLDER = "tokenizer"
+from megatron.model.language_model import WORD_EMBEDDINGS
+from megatron.tokenizer.kept_files import TOKENIZER_FOLDER, files_of, kept_in
 
 # A training has one, and a model without a training none: it is not used.
 _LEARNING_RATE = 1e-4
@@ -78,6 +77,7 @@ def read_native(folder: Path, step: int | None = None) -> PortableModel:
         if is_weight(key)
     }
     rows = embedding.shape[0]
+    tokenizer = kept_in(config.tokenizer, folder / TOKENIZER_FOLDER)
     shapes = {weight_key(name): shape for name, shape in global_shapes(config.model, rows).items()}
     refuse_differences(str(checkpoint.folder), shapes, tensors)
     return PortableModel(
@@ -85,8 +85,8 @@ def read_native(folder: Path, step: int | None = None) -> PortableModel:
         vocab_size=rows,
         seq_length=config.data.seq_length,
         tensors=tensors,
-        tokenizer_files=files_of(config.tokenizer),
-        generation=generation_of(config.tokenizer, folder / TOKENIZER_FOLDER),
+        tokenizer_files=files_of(tokenizer),
+        generation=generation_of(tokenizer, folder / TOKENIZER_FOLDER),
     )
 
 

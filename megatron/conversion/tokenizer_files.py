@@ -1,4 +1,4 @@
-"""The files of a tokenizer, as Hugging Face names them, and as our configuration does."""
+"""What a tokenizer's files make, where nothing but their names says what they are."""
 
 from __future__ import annotations
 
@@ -8,32 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.problems import UserError
-from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.tokenizer import TokenizerConfig, TokenizerType
 from megatron.conversion.whole_folder import read_json
 from megatron.tokenizer.build import build_tokenizer
+from megatron.tokenizer.kept_files import BESIDE, files_of
 
 GENERATION = "generation_config.json"
 
 _VOCABULARY, _MERGES, _SENTENCEPIECE, _TOKENIZERS = "vocab.json", "merges.txt", "tokenizer.model", "tokenizer.json"
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_WORDPIECE = "vocab.txt"
 
 
 def files_in(folder: Path) -> dict[str, Path]:
     """What a folder has of a tokenizer, by name."""
-    names = (_TOKENIZERS, _SENTENCEPIECE, _VOCABULARY, _MERGES, *_BESIDE)
+    names = (_TOKENIZERS, _SENTENCEPIECE, _VOCABULARY, _MERGES, _WORDPIECE, *BESIDE)
     return {name: folder / name for name in names if (folder / name).is_file()}
-
-
-def files_of(config: TokenizerConfig) -> dict[str, Path]:
-    """The files of a training's tokenizer, and what lies beside them of one, by the names of Hugging Face."""
-    named = {_VOCABULARY: config.vocab_file, _MERGES: config.merge_file}
-    if config.tokenizer_model is not None:
-        model = Path(config.tokenizer_model)
-        name = _TOKENIZERS if config.tokenizer_type == "HuggingFaceTokenizer" else _SENTENCEPIECE
-        named[name] = str(model / name) if model.is_dir() else str(model)
-    found = {name: Path(path) for name, path in named.items() if path is not None and Path(path).is_file()}
-    beside = [folder / name for folder in {path.parent for path in found.values()} for name in _BESIDE]
-    return found | {path.name: path for path in beside if path.is_file()}
 
 
 def generation_of(config: TokenizerConfig, folder: Path) -> dict[str, Any]:
@@ -78,4 +67,9 @@ def _possible(files: Mapping[str, Path]) -> list[TokenizerConfig]:
     if _VOCABULARY in files and _MERGES in files:
         vocabulary, merges = str(files[_VOCABULARY]), str(files[_MERGES])
         found.append(TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges))
+    if _WORDPIECE in files:
+        config = read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
+        lower_case = config.get("do_lower_case", True)  # as Hugging Face's tokenizer takes it
+        kind: TokenizerType = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
+        found.append(TokenizerConfig(tokenizer_type=kind, vocab_file=str(files[_WORDPIECE])))
     return found

@@ -24,6 +24,7 @@ from megatron.inference.stages import ModelRanks, StagedModel
 from megatron.model.gpt_model import WORD_EMBEDDINGS, GPTModel
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.tokenizer.kept_files import TOKENIZER_FOLDER, kept_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,8 @@ def open_model(
     Args:
         folder: the `--save` of the training.
         step: the iteration; None for the newest.
-        tokenizer_files: by field of `TokenizerConfig`, paths that take the place of those of the training.
+        tokenizer_files: by field of `TokenizerConfig`, paths that take the place of the copies in the checkpoint, or of
+            those of the training where it keeps none.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -104,7 +106,7 @@ def open_model(
         ),
         data_parallel=DataParallelConfig(),
         optimizer=OptimizerConfig(lr=trained.optimizer.lr, precision=precision),
-        tokenizer=_tokenizer_config(trained.tokenizer, tokenizer_files or {}),
+        tokenizer=_tokenizer_config(kept_in(trained.tokenizer, Path(folder) / TOKENIZER_FOLDER), tokenizer_files or {}),
     )
     config.validate(purpose="model", check_files=False)
     tokenizer = build_tokenizer(config.tokenizer)

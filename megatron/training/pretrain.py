@@ -23,7 +23,7 @@ from megatron.training.memory import MemoryAccount, explaining_out_of_memory, wa
 from megatron.training.microbatches import BatchSizeSchedule
 from megatron.training.reports import JsonLog, LogLine, MemoryReport, TensorBoard
 from megatron.training.run import ForwardStep, Hook, Run
-from megatron.training.save_folder import SaveFolder, claim_save_folder
+from megatron.training.save_folder import SaveFolder, claim_save_folder, keep_tokenizer
 from megatron.training.saving import Saving
 from megatron.training.setup import (
     ModelProvider,
@@ -132,6 +132,8 @@ def _build_run(
         rampup=config.training.rampup_batch_size,
     )
     vocabulary = build_vocabulary(config)
+    if save_folder is not None:
+        keep_tokenizer(save_folder, context)
     warn_of_too_little_memory(context, vocabulary)
     layout = build_layout(config, vocabulary)
     chunks = build_chunks(context, layout, vocabulary, model_provider)

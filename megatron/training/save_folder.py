@@ -12,9 +12,12 @@ from pathlib import Path
 
 from megatron.checkpointing import CheckpointError, list_checkpoints
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.agreement import agree
 from megatron.core.file_lock import FileLock, NoLocksError, holder_of, try_lock
 from megatron.core.whole_file import make_folder
+from megatron.tokenizer.build import build_tokenizer
+from megatron.tokenizer.kept_files import TOKENIZER_FOLDER, files_of, keep_files, kept_in
 from megatron.training.initialize import MegatronContext
 
 LOCK_FILE = ".lock"
@@ -79,6 +82,24 @@ class SaveFolder:
                 "room, without --ckpt-step the run goes on from the last"
             )
 
+    def keep_tokenizer(self, config: TokenizerConfig) -> None:
+        """Keep copies of the tokenizer's files, with which the checkpoints of this folder can be used anywhere.
+
+        Raises:
+            CheckpointError: it is not the tokenizer that the checkpoints of this folder were trained with.
+            OSError: a file cannot be read or written.
+        """
+        folder = self.path / TOKENIZER_FOLDER
+        kept = kept_in(config, folder)
+        resumed = kept != config and bool(list_checkpoints(self.path))
+        if resumed and build_tokenizer(kept).fingerprint() != build_tokenizer(config).fingerprint():
+            raise CheckpointError(
+                f"the checkpoints here were trained with the tokenizer in {folder}, and "
+                f"{' '.join(map(str, files_of(config).values()))} is another one; give that one, or --finetune with "
+                "another --save folder"
+            )
+        keep_files(config, folder)
+
     def close(self) -> None:
         """Leave the folder to others."""
         self._held.close()
@@ -111,6 +132,21 @@ def claim_save_folder(context: MegatronContext) -> SaveFolder | None:
 
     agree(context.state.world, f"preparing --save {folder.path}", claim, raises=CheckpointError)
     return folder
+
+
+def keep_tokenizer(folder: SaveFolder, context: MegatronContext) -> None:
+    """Keep what the checkpoints of a run need of its tokenizer, unless it asks for none; a collective.
+
+    Raises:
+        CheckpointError: on all ranks: it is another tokenizer than that of the checkpoints there, or it cannot be kept.
+    """
+    config = context.config
+
+    def keep() -> None:
+        if context.state.rank == 0 and config.checkpoint.save_tokenizer_assets:
+            folder.keep_tokenizer(config.tokenizer)
+
+    agree(context.state.world, f"keeping the tokenizer in --save {folder.path}", keep, raises=CheckpointError)
 
 
 def _lock(file: Path, patience: float, say: Callable[[str], None]) -> FileLock:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from megatron.checkpointing import (
     Checkpoint,
     CheckpointBelowError,
@@ -12,6 +15,7 @@ from megatron.checkpointing import (
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.megatron_config import PROGRAMS, MegatronConfig, Task
 from megatron.core.comm_group import CommGroup
+from megatron.tokenizer.kept_files import TOKENIZER_FOLDER, kept_in
 
 
 def find_checkpoint(wanted: CheckpointConfig, world: CommGroup, *, task: Task) -> Checkpoint | None:
@@ -40,6 +44,12 @@ def find_checkpoint(wanted: CheckpointConfig, world: CommGroup, *, task: Task) -
 
 
 def saved_config(wanted: CheckpointConfig, *, task: Task) -> MegatronConfig | None:
-    """What it was saved with. Each rank reads it for itself: the layout of the ranks is not known yet."""
+    """What it was saved with, its tokenizer from the copies that it keeps of the files.
+
+    Each rank reads it for itself: the layout of the ranks is not known yet.
+    """
     checkpoint = find_checkpoint(wanted, CommGroup.single("world"), task=task)
-    return None if checkpoint is None else checkpoint.config
+    if checkpoint is None or wanted.load is None:
+        return None
+    config = checkpoint.config
+    return replace(config, tokenizer=kept_in(config.tokenizer, Path(wanted.load) / TOKENIZER_FOLDER))

@@ -1,0 +1,57 @@
+"""A training keeps its tokenizer with its checkpoints, and goes on with no other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from megatron.checkpointing import CheckpointError
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.inference.load import open_model
+from megatron.training.wanted_checkpoint import saved_config
+from tests.training.runs import trained
+
+WORDS = [f"w{number}" for number in range(250)]
+
+
+def tokenizer_flags(folder: Path, words: list[str] = WORDS) -> list[str]:
+    """Of a tokenizer of 251 words in a folder, the last of which ends documents."""
+    folder.mkdir(exist_ok=True)
+    vocabulary = {word: number for number, word in enumerate([*words, "<eod>"])}
+    Tokenizer(WordLevel(vocabulary, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eod>"}))
+    return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+
+
+def test_a_checkpoint_is_used_with_its_own_copy_of_the_tokenizer(tmp_path: Path) -> None:
+    flags = tokenizer_flags(tmp_path / "there")
+    trained(*flags, "--save", str(tmp_path / "saved"), "--train-iters", "1")
+    (tmp_path / "there").rename(tmp_path / "gone")
+    (tmp_path / "saved").rename(tmp_path / "moved")
+    opened = open_model(tmp_path / "moved")
+    assert (opened.tokenizer.eod, opened.tokenizer.encode("w7")) == (250, [7])
+    taken = saved_config(CheckpointConfig(load=str(tmp_path / "moved")), task="gpt")
+    assert taken is not None
+    assert taken.tokenizer.tokenizer_model == str(tmp_path / "moved" / "tokenizer" / "tokenizer.json")
+
+
+def test_a_training_goes_on_with_the_tokenizer_of_its_checkpoints_only(tmp_path: Path) -> None:
+    first = ("--save", str(tmp_path / "saved"), "--train-iters", "1")
+    more = ("--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"), "--train-iters", "2")
+    trained(*tokenizer_flags(tmp_path / "a"), *first)
+    other = tokenizer_flags(tmp_path / "b", WORDS[::-1])
+    with pytest.raises(
+        CheckpointError, match=r"trained with the tokenizer in .*saved/tokenizer, and .*/b/tokenizer\.json"
+    ):
+        trained(*other, *more, "--override-opt_param-scheduler")
+    trained(*tokenizer_flags(tmp_path / "c"), *more, "--override-opt_param-scheduler")
+
+
+def test_copies_of_the_tokenizer_can_be_left_out(tmp_path: Path) -> None:
+    flags = tokenizer_flags(tmp_path / "there")
+    trained(*flags, "--save", str(tmp_path / "saved"), "--train-iters", "1", "--no-save-tokenizer-assets")
+    assert not (tmp_path / "saved" / "tokenizer").exists()
