@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel.placement import Placement
 from megatron.inference.stages import ModelRanks, StagedModel
 from megatron.model.gpt_model import WORD_EMBEDDINGS, GPTModel
 from megatron.tokenizer.build import build_tokenizer
-from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.tokenizer.kept_files import TOKENIZER_FOLDER, kept_in
+from megatron.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
