@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from megatron.config.transformer import TransformerConfig
+from tests.conversion.models import LLAMA3_SCALING, in_float64, rope
 from tests.helpers.numerics import assert_all_parity, assert_parity
 from tests.model.tiny import VOCAB, batch, build, tiny_config
 
@@ -52,25 +53,9 @@ SIZES: dict[str, Any] = {
 }
 
 
-class Float64RMSNorm(nn.Module):
-    """RMSNorm in the dtype of its input: that of `transformers` computes in float32 whatever it is given."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.weight = norm.weight
-        self.eps = norm.variance_epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+def noisy(model: PreTrainedModel) -> nn.Module:
     """The model in float64 with noise on every parameter, so that no bias is zero and no norm is one."""
-    model = model.double().train()
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):
-                setattr(parent, name, Float64RMSNorm(child))
+    model = in_float64(model.double().train())
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -137,10 +122,6 @@ def from_llama(tensors: Mapping[str, Tensor], config: TransformerConfig) -> dict
     return ours
 
 
-def rope(theta: float = 10000.0, **changes: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | changes}
-
-
 def gpt2(activation: str) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(
         GPT2Config(
@@ -161,19 +142,14 @@ def gpt2(activation: str) -> GPT2LMHeadModel:
     )
 
 
-LLAMA3_SCALING = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt2": (lambda: gpt2("gelu_new"), {}),
     "gpt2 with exact GELU": (lambda: gpt2("gelu"), {"activation": "gelu"}),
     "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rms_norm_eps=1e-6, **rope())), LLAMA_LIKE),
     "llama 3 rope scaling": (
-        lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rms_norm_eps=1e-6, **rope(500000.0, **LLAMA3_SCALING))),
+        lambda: LlamaForCausalLM(
+            LlamaConfig(**SIZES, rms_norm_eps=1e-6, **rope(500000.0, **(LLAMA3_SCALING | {"factor": 8.0})))
+        ),
         LLAMA_LIKE | {"rotary_base": 500000, "use_rope_scaling": True},
     ),
     "llama linear rope scaling": (
@@ -199,7 +175,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_logits_losses_and_gradients(case: str) -> None:
     make, changes = CASES[case]
     config = tiny_config(**changes)
-    reference = in_float64(make())
+    reference = noisy(make())
     convert = from_gpt2 if case.startswith("gpt2") else from_llama
     model = build(config)
     weights = convert(reference.state_dict(), config)
