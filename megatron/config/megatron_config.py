@@ -493,7 +493,6 @@ def _task_problems(config: MegatronConfig) -> Iterator[Problem]:
         "--reset-position-ids": (data.reset_position_ids, "a sample of BERT lies within one document"),
         "--reset-attention-mask": (data.reset_attention_mask, "a sample of BERT lies within one document"),
         "--eod-mask-loss": (data.eod_mask_loss, "BERT predicts masked tokens, and no end of a document is one"),
-        "--mock-data": (data.mock_data, "BERT needs sentences, and made-up documents have none"),
         "--cross-entropy-fusion-impl": (
             model.fuses_output_layer,
             "BERT's output layer has a bias, and the operation that fuses it with the loss takes none",

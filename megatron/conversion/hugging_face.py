@@ -33,7 +33,7 @@ from megatron.conversion.settings import HuggingFaceConfig
 from megatron.conversion.tokenizer_files import GENERATION, files_in
 from megatron.conversion.transforms import Match, joined, match_of, split, their_shapes
 from megatron.conversion.whole_folder import copy_file, read_json, whole_folder, write_json
-from megatron.model.gpt_model import WORD_EMBEDDINGS
+from megatron.model.language_model import WORD_EMBEDDINGS
 
 CONFIG = "config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"

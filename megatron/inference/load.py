@@ -21,7 +21,8 @@ from megatron.config.transformer import TransformerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.inference.stages import ModelRanks, StagedModel
-from megatron.model.gpt_model import WORD_EMBEDDINGS, GPTModel
+from megatron.model.gpt_model import GPTModel
+from megatron.model.language_model import WORD_EMBEDDINGS
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.kept_files import TOKENIZER_FOLDER, kept_in
 from megatron.tokenizer.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped queries, over the heads that this rank holds."""
+"""Self-attention with grouped queries, over the heads that this rank holds; what a token sees, a mask says."""
 
 from __future__ import annotations
 
@@ -161,7 +161,8 @@ class SelfAttention(nn.Module):
 
         Args:
             rotary: the table for the positions of the tokens; None without rotary positions.
-            mask: of `attention_mask`, explicit where `computes_weights` holds.
+            mask: of `attention_mask`, explicit where `computes_weights` holds, or of `padding_mask`. None: each token
+                sees those before it.
             dropout: the masks of this micro-batch; None for no dropout.
             again: computes `hidden_states` once more, in the backward: then they are not kept.
             store: of the tokens before these, and takes those of these.
@@ -248,7 +249,7 @@ def fused_attention(
 ) -> Tensor:
     """Attention without the matrix of weights in memory, by the fastest kernel torch has for the case.
 
-    Queries [b, a/t, q, d], keys and values [b, g/t, s, d], mask of `attention_mask`; returns [b, a/t, q, d].
+    Queries [b, a/t, q, d], keys and values [b, g/t, s, d]; returns [b, a/t, q, d]. Mask: see `SelfAttention.forward`.
     Dropout, if any, draws from torch's generator.
     """
     causal = mask is None and query.shape[2] == key.shape[2]  # else one query without a mask, which sees all keys
@@ -287,7 +288,7 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor, *, divisor: floa
     """The softmax of the scores, [b, a/t, q, s], exactly 0 where not allowed. Shapes: `fused_attention`.
 
     Args:
-        mask: an explicit one of `attention_mask`: a bias is added in float32 at least.
+        mask: `padding_mask`, or an explicit one of `attention_mask`: a bias is added in float32 at least.
         divisor: scores are that much smaller where they are rounded, and what they should be in the softmax.
     """
     batch, heads, length, dim = query.shape

@@ -7,6 +7,7 @@ from math import prod
 
 from torch import nn
 
+from megatron.config.bert import BertConfig
 from megatron.config.pipeline_layout import StageLayout
 from megatron.config.transformer import TransformerConfig
 from megatron.core.shard import shard_of
@@ -21,26 +22,49 @@ def flops_per_batch(config: TransformerConfig, *, batch_size: int, sequence_leng
     this is 72 B s L h^2 (1 + s/(12 h) + V/(12 L h)): https://arxiv.org/abs/2104.04473, with attention halved.
     """
     tokens = batch_size * sequence_length
-    layer = config.attention_weights + config.mlp_weights
-    weights = config.num_layers * layer + config.hidden_size * padded_vocab_size
     scores = config.num_layers * config.query_size * sequence_length
-    return 6 * tokens * (weights + scores)
+    return 6 * tokens * (_weights_of_layers(config) + config.hidden_size * padded_vocab_size + scores)
 
 
-def parameter_count(config: TransformerConfig, vocab_size: int) -> int:
+def bert_flops_per_batch(
+    config: TransformerConfig, bert: BertConfig, *, batch_size: int, sequence_length: int, padded_vocab_size: int
+) -> int:
+    """`flops_per_batch` of BERT: all scores count, as do the dense layer before the output, and on the first token of
+    each sample the pooler and the head over pairs."""
+    hidden = config.hidden_size
+    scores = 2 * config.num_layers * config.query_size * sequence_length
+    by_token = _weights_of_layers(config) + hidden * (hidden + padded_vocab_size) + scores
+    by_sample = hidden * (hidden + 2) if bert.binary_head else 0
+    return 6 * batch_size * (sequence_length * by_token + by_sample)
+
+
+def _weights_of_layers(config: TransformerConfig) -> int:
+    return config.num_layers * (config.attention_weights + config.mlp_weights)
+
+
+def parameter_count(config: TransformerConfig, vocab_size: int, bert: BertConfig | None = None) -> int:
     """Parameters of the whole model, a tied embedding counted once.
 
     `vocab_size` is the number of rows that belong to the model: padding that we add for the layout is not counted.
     """
     whole = StageLayout(stage=0, chunk=0, layers=range(config.num_layers), has_embedding=True, has_output=True)
-    return elements_of_chunk(config, whole, tensor_parallel_size=1, padded_vocab_size=vocab_size)
+    return elements_of_chunk(config, whole, tensor_parallel_size=1, padded_vocab_size=vocab_size, bert=bert)
 
 
 def elements_of_chunk(
-    config: TransformerConfig, stage: StageLayout, *, tensor_parallel_size: int, padded_vocab_size: int
+    config: TransformerConfig,
+    stage: StageLayout,
+    *,
+    tensor_parallel_size: int,
+    padded_vocab_size: int,
+    bert: BertConfig | None = None,
 ) -> int:
     """Elements of a chunk's parameters on a rank, with padding, keys and values that other ranks hold too, and copies
-    of a tied embedding."""
+    of a tied embedding.
+
+    Args:
+        bert: of a BERT.
+    """
     t, hidden = tensor_parallel_size, config.hidden_size
     norm = 1 if config.normalization == "RMSNorm" else 2
     layer = matrix_elements_of_layer(config, t) + 2 * norm * hidden
@@ -57,9 +81,18 @@ def elements_of_chunk(
         if config.position_embedding_type == "learned_absolute":
             assert config.max_position_embeddings is not None
             elements += config.max_position_embeddings * hidden
+        if config.layernorm_placement == "post":
+            elements += norm * hidden
+        if bert is not None:
+            elements += bert.num_token_types * hidden
     if stage.has_output:
         shared = config.tied_embeddings and stage.has_embedding
-        elements += norm * hidden + (0 if shared else words)
+        elements += 0 if shared else words
+        if config.layernorm_placement == "pre":
+            elements += norm * hidden
+        if bert is not None:
+            elements += hidden * (hidden + 1) + norm * hidden + padded_vocab_size // t
+            elements += hidden * (hidden + 1) + 2 * (hidden + 1) if bert.binary_head else 0
     return elements
 
 

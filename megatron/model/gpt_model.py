@@ -3,75 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks
 
 from megatron.config.pipeline_layout import StageLayout
 from megatron.config.transformer import TransformerConfig
-from megatron.core.shard import Init, name_parameters, set_shard, shard_of
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, column_parallel_linear
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
-from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.model.attention import KeyValueStore, computes_weights, local_heads
-from megatron.model.embedding import LanguageModelEmbedding, embedding_init
 from megatron.model.flops import flops_per_batch, parameter_count
+from megatron.model.language_model import LanguageModel
 from megatron.model.masks import alibi_slopes, attention_mask
-from megatron.model.rotary import RotaryTable, rotary_table
-from megatron.model.transformer import TransformerBlock
-
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
-class OutputLayer(ColumnParallelLinear):
-    """The output head as a layer of its own: [s/t or s, b, h] -> logits [s, b, v_padded/t]."""
-
-    def __init__(
-        self, config: TransformerConfig, *, vocab_size: int, padded_vocab_size: int, placement: Placement
-    ) -> None:
-        super().__init__(
-            config.hidden_size,
-            vocab_size,
-            padded_out_features=padded_vocab_size,
-            placement=placement,
-            bias=False,
-            init=embedding_init(config) if config.tied_embeddings else Init.normal(config.init_method_std),
-        )
-        self.normalized = config.normalize_output_weights
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = unit_rows(self.weight) if self.normalized else self.weight
-        return column_parallel_linear(x, weight, None, self.placement)
-
-
-def unit_rows(weight: Tensor) -> Tensor:
-    """Each row divided by its length: [v, h] -> the same shape. Baichuan 2, arXiv 2309.10305, section 2.4.
-
-    Computed in float32 at least. Rows of zeros, as padding has, stay zero.
-    """
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    return F.normalize(wide, dim=-1).to(weight.dtype)
-
-
-class GPTModel(nn.Module):
+class GPTModel(LanguageModel):
     """A decoder-only language model: embedding, layers and output head, as many of them as `stage` says.
 
-    A tied output head multiplies with the word embeddings themselves when they are in the same chunk. In
-    another chunk it holds a copy, a parameter of its own under the same global name: drawn alike, counted and
-    saved once, its gradient summed with that of the embedding before each update.
-
-    Args:
-        stage: the layers of this pipeline chunk, and whether it has the embedding and the output.
-        vocab_size: rows of the vocabulary that belong to the model.
-        padded_vocab_size: rows held in memory, a multiple of the tensor-parallel size. Those from
-            `vocab_size` on are zero and take part in nothing.
-        placement: how this chunk is spread over a tensor-parallel group.
+    Arguments as for `LanguageModel`.
     """
 
     def __init__(
@@ -83,42 +32,17 @@ class GPTModel(nn.Module):
         padded_vocab_size: int,
         placement: Placement,
     ) -> None:
-        super().__init__()
-        self.config = config
-        self.stage = stage
-        self.vocab_size = vocab_size
-        self.padded_vocab_size = padded_vocab_size
-        self.placement = placement
-        self.embedding: LanguageModelEmbedding | None = None
-        if stage.has_embedding:
-            self.embedding = LanguageModelEmbedding(
-                config, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size, placement=placement
-            )
-        self.decoder = TransformerBlock(
-            config, layers=stage.layers, final_layernorm=stage.has_output, placement=placement
+        super().__init__(
+            config, stage=stage, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size, placement=placement
         )
-        self.output_layer: OutputLayer | None = None
-        if stage.has_output and not (config.tied_embeddings and stage.has_embedding):
-            self.output_layer = OutputLayer(
-                config, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size, placement=placement
-            )
-        self._tie()
-        name_parameters(self)
+        self.embedding = self.build_embedding()
+        self.decoder = self.build_layers()
+        self.output_layer = self.build_output_layer(bias=False)
+        self.finish()
         self.slopes: tuple[float, ...] | None = None
         if config.position_embedding_type == "alibi":
             heads = local_heads(config, placement.group)
             self.slopes = alibi_slopes(config.num_attention_heads)[heads.first : heads.first + heads.queries]
-
-    def _tie(self) -> None:
-        """Mark a word embedding whose other half is in another chunk: here the embedding, there the head."""
-        if not self.config.tied_embeddings or self.stage.has_embedding == self.stage.has_output:
-            return
-        if self.embedding is not None:
-            weight = self.embedding.word_embeddings.weight
-            set_shard(weight, replace(shard_of(weight), tied=True))
-        if self.output_layer is not None:
-            weight = self.output_layer.weight
-            set_shard(weight, replace(shard_of(weight), name=WORD_EMBEDDINGS, tied=True, owned=False))
 
     def forward(
         self,
@@ -163,7 +87,7 @@ class GPTModel(nn.Module):
             device=tokens.device,
         )
         hidden_states = self.decoder(
-            hidden_states, rotary=self._rotary(position_ids), mask=mask, dropout=dropout, store=store
+            hidden_states, rotary=self.rotary(position_ids), mask=mask, dropout=dropout, store=store
         )
         if not self.stage.has_output:
             assert isinstance(hidden_states, Tensor)
@@ -171,7 +95,7 @@ class GPTModel(nn.Module):
         if labels is not None and self.config.fuses_output_layer:
             return linear_cross_entropy(
                 hidden_states,
-                self._output_weight(),
+                self.output_weight(),
                 labels.t(),
                 placement=self.placement,
                 vocab_size=self.vocab_size,
@@ -179,18 +103,8 @@ class GPTModel(nn.Module):
         if last_only:
             assert not self.placement.sequence_parallel, "only one rank has the last token"
             hidden_states = hidden_states[-1:]  # [1, b, h]
-        logits = self._logits(hidden_states)  # [s, b, v_padded/t]
-        if labels is None:
-            whole = gather_from_tensor_parallel_region(logits, self.placement.group)  # [s, b, v_padded]
-            return whole[..., : self.vocab_size].transpose(0, 1)  # [b, s, v]
-        losses = vocab_parallel_cross_entropy(
-            logits,
-            labels.t(),
-            group=self.placement.group,
-            vocab_size=self.vocab_size,
-            overwrite_logits=not self._is_watched(),
-        )  # [s, b]
-        return losses.t()  # [b, s]
+        logits = self.logits(hidden_states)  # [s, b, v_padded/t]
+        return self.whole_logits(logits) if labels is None else self.token_losses(logits, labels)
 
     def layers_to_compile(self) -> Iterable[nn.Module]:
         """The transformer layers of this chunk: one compilation serves all, and each stays a whole for the others."""
@@ -205,28 +119,3 @@ class GPTModel(nn.Module):
         return flops_per_batch(
             self.config, batch_size=1, sequence_length=sequence_length, padded_vocab_size=self.padded_vocab_size
         )
-
-    def _rotary(self, position_ids: Tensor) -> RotaryTable | None:
-        if self.config.position_embedding_type != "rope":
-            return None
-        return rotary_table(self.config, position_ids, self.placement.dtype)
-
-    def _is_watched(self) -> bool:
-        """Whether a hook, on the output layer or on all modules, may keep the logits."""
-        return self.output_layer is not None and bool(self.output_layer._forward_hooks or _global_forward_hooks)
-
-    def _logits(self, hidden_states: Tensor) -> Tensor:
-        """[s/t or s, b, h] -> [s, b, v_padded/t]"""
-        if self.output_layer is not None:
-            logits: Tensor = self.output_layer(hidden_states)
-            return logits
-        return column_parallel_linear(hidden_states, self._output_weight(), None, self.placement)
-
-    def _output_weight(self) -> Tensor:
-        """What hidden states are multiplied with, [v_padded/t, h]."""
-        if self.output_layer is not None:
-            weight = self.output_layer.weight
-        else:
-            assert self.embedding is not None
-            weight = self.embedding.word_embeddings.weight
-        return unit_rows(weight) if self.config.normalize_output_weights else weight

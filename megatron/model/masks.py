@@ -19,7 +19,7 @@ def attention_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor | None:
-    """The mask of causal self-attention over one micro-batch.
+    """The mask of causal self-attention over one micro-batch; None is what `SelfAttention` takes as the plain one.
 
     Args:
         sequence_length: number of keys, s.
@@ -59,6 +59,17 @@ def attention_mask(
     bias = torch.tensor(slopes, dtype=wide, device=device)[None, :, None, None] * ahead  # [1, a/t, q, s]
     bias = torch.where(allowed, bias, float("-inf"))  # [1|b, a/t, q, s]
     return bias if explicit else bias.to(dtype)
+
+
+def padding_mask(is_real: Tensor) -> Tensor:
+    """The mask of self-attention in both directions: what of [b, s] is no padding -> [b, 1, 1, s], boolean.
+
+    The first token always counts, so that also in a row of nothing but padding, which no loss looks at, each query
+    has something to attend to and gives numbers.
+    """
+    allowed = is_real.clone()
+    allowed[:, 0] = True
+    return allowed[:, None, None, :]
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:

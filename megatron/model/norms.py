@@ -34,3 +34,8 @@ class Norm(nn.Module):
         """Of the dtype of the parameters; `x` is computed with in its own, which is wider in a wide residual stream."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return norm(x, self.weight.to(x.dtype), bias, self.epsilon).to(self.weight.dtype)
+
+
+def hidden_norm(config: TransformerConfig, placement: Placement) -> Norm:
+    """Over hidden states, of which a rank has only its positions under sequence parallelism."""
+    return Norm(config, config.hidden_size, placement=placement, partial_gradient=placement.sequence_parallel)

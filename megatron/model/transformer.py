@@ -1,4 +1,4 @@
-"""The transformer layer with norms before each half, and a stack of such layers."""
+"""The transformer layer, with its norms before or after each half, and a stack of such layers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from megatron.core.tensor_parallel.recompute import computed_again, recompute
 from megatron.model.attention import KeyValueStore, SelfAttention
 from megatron.model.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
 from megatron.model.mlp import MLP
-from megatron.model.norms import Norm
+from megatron.model.norms import Norm, hidden_norm
 from megatron.model.rotary import RotaryTable
-
-
-def _hidden_norm(config: TransformerConfig, placement: Placement) -> Norm:
-    """Over hidden states, of which a rank has only its positions under sequence parallelism."""
-    return Norm(config, config.hidden_size, placement=placement, partial_gradient=placement.sequence_parallel)
 
 
 class TransformerLayer(nn.Module):
     """x + dropout(attention(norm(x))), then the same with the MLP: [s/t or s, b, h] -> the same shape.
 
+    With the norms after: norm(x + dropout(attention(x))), then the same with the MLP (Vaswani et al. 2017, 3.1).
     Arguments as for `SelfAttention`.
     """
 
@@ -35,13 +31,24 @@ class TransformerLayer(nn.Module):
         def dropout(site: int) -> HiddenDropout:
             return HiddenDropout(config.hidden_dropout, layer=layer, site=site, placement=placement)
 
+        def norm() -> Norm:
+            return hidden_norm(config, placement)
+
+        self.norms_follow = config.layernorm_placement == "post"
+        self.residual_is_normed = config.residual_is_normed
         self.recomputes_norms = "layernorm" in config.recomputed_modules
-        self.input_layernorm = _hidden_norm(config, placement)
+        if not self.norms_follow:
+            self.input_layernorm = norm()
         self.self_attention = SelfAttention(config, layer=layer, placement=placement)
         self.attention_output_dropout = dropout(ATTENTION_OUTPUT)
-        self.pre_mlp_layernorm = _hidden_norm(config, placement)
+        if self.norms_follow:
+            self.post_attention_layernorm = norm()
+        else:
+            self.pre_mlp_layernorm = norm()
         self.mlp = MLP(config, placement=placement)
         self.mlp_output_dropout = dropout(MLP_OUTPUT)
+        if self.norms_follow:
+            self.post_mlp_layernorm = norm()
 
     def forward(
         self,
@@ -53,12 +60,21 @@ class TransformerLayer(nn.Module):
         store: KeyValueStore | None = None,
     ) -> Tensor:
         """Arguments as for `SelfAttention.forward`."""
+        if self.norms_follow:
+            attended = self.self_attention(hidden_states, rotary=rotary, mask=mask, dropout=dropout, store=store)
+            attended = self.attention_output_dropout(attended, dropout)
+            hidden_states = self.post_attention_layernorm(hidden_states + attended)
+            transformed = self.mlp_output_dropout(self.mlp(hidden_states), dropout)
+            hidden_states = self.post_mlp_layernorm(hidden_states + transformed)
+            return hidden_states
         normed, again = self._normed(self.input_layernorm, hidden_states)
         attended = self.self_attention(normed, rotary=rotary, mask=mask, dropout=dropout, again=again, store=store)
-        hidden_states = hidden_states + self.attention_output_dropout(attended, dropout)
+        residual = normed if self.residual_is_normed else hidden_states
+        hidden_states = residual + self.attention_output_dropout(attended, dropout)
         normed, again = self._normed(self.pre_mlp_layernorm, hidden_states)
         transformed = self.mlp(normed, again=again)
-        hidden_states = hidden_states + self.mlp_output_dropout(transformed, dropout)
+        residual = normed if self.residual_is_normed else hidden_states
+        hidden_states = residual + self.mlp_output_dropout(transformed, dropout)
         return hidden_states
 
     def _normed(self, norm: Norm, hidden_states: Tensor) -> tuple[Tensor, Callable[[], Tensor] | None]:
@@ -71,7 +87,7 @@ class TransformerBlock(nn.Module):
 
     Args:
         layers: global numbers of the layers of this chunk.
-        final_layernorm: whether the output of the model follows in this chunk.
+        final_layernorm: whether that norm follows in this chunk. Layers that end with a norm need none.
     """
 
     def __init__(
@@ -84,7 +100,7 @@ class TransformerBlock(nn.Module):
         self.layers = nn.ModuleDict(
             {str(layer): TransformerLayer(config, layer=layer, placement=placement) for layer in layers}
         )
-        self.final_layernorm = _hidden_norm(config, placement) if final_layernorm else None
+        self.final_layernorm = hidden_norm(config, placement) if final_layernorm else None
 
     def forward(
         self,

@@ -63,6 +63,7 @@ def predict_memory(config: MegatronConfig, *, padded_vocab_size: int) -> tuple[S
                 chunk,
                 tensor_parallel_size=config.parallel.tensor_model_parallel_size,
                 padded_vocab_size=padded_vocab_size,
+                bert=config.bert,
             )
             for chunk in chunks
         )

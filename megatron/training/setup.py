@@ -59,7 +59,7 @@ def build_vocabulary(config: MegatronConfig) -> Vocabulary:
 ModelProvider = Callable[[MegatronContext, StageLayout, Vocabulary], nn.Module]
 
 
-# What a model may say of itself, besides being a module; GPTModel says all of it. Each is asked of one chunk.
+# What a model may say of itself, besides being a module; GPTModel and BertModel say it all. Each is asked of one chunk.
 
 
 @runtime_checkable

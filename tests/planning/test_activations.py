@@ -13,8 +13,8 @@ from megatron.config.pipeline_layout import StageLayout
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import name_parameters
 from megatron.core.tensor_parallel.recompute import recompute
-from megatron.model.gpt_model import OutputLayer
 from megatron.model.init import initialize_weights
+from megatron.model.language_model import OutputLayer
 from megatron.planning.activations import chunk_bytes, kept_by_layers, paper_bytes_per_layer
 from megatron.planning.saved_tensors import SavedBytes
 from tests.helpers.distributed import run_distributed

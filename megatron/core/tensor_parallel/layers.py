@@ -154,6 +154,33 @@ class RowParallelLinear(nn.Module):
         return f"in={self.in_features}, out={self.out_features}, local_in={self.local_in_features}"
 
 
+class WholeLinear(nn.Module):
+    """Y = X A + b where each rank of the group holds the whole of A: for what is too small, or too seldom, to split.
+
+    Args:
+        partial_gradient: whether each rank sees only a part of the tokens, so that gradients must be summed.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, placement: Placement, init: Init, partial_gradient: bool
+    ) -> None:
+        super().__init__()
+        self.placement = placement
+        self.weight = placement.whole_parameter(out_features, in_features, init=init, partial_gradient=partial_gradient)
+        self.bias = placement.whole_parameter(out_features, init=Init.zeros(), partial_gradient=partial_gradient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., in] -> [.., out], without communication."""
+        return parallel_linear(
+            x,
+            self.weight,
+            self.bias,
+            group=self.placement.group,
+            sequence_parallel=False,
+            input_gradient_reduce=False,
+        )
+
+
 class _Lookup(torch.autograd.Function):
     """forward: rows of the weight; backward: add the gradients to these rows of `main_grad` only."""
 
