@@ -72,16 +72,23 @@ def check_same_losses(folder: Path, precision: list[str], bound: float) -> None:
         assert [row[name] for row in eight if name in row] == pytest.approx(expected, rel=bound)
 
 
-def test_twenty_iterations_on_eight_ranks_are_those_of_one_rank(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_twenty_iterations_on_eight_ranks_of_torchrun_are_those_of_one_rank(tmp_path: Path) -> None:
+    """Eight interpreters that import torch; the tests below start two or four of them."""
     arguments = [*TINY_GPT, *TWENTY_ITERATIONS, *EIGHT_RANKS, "--fp64"]
     output_of(torchrun(tmp_path, arguments, ROOT / "pretrain_gpt.py", *standalone(8)))
     check_same_losses(tmp_path, ["--fp64"], PARITY_FP64)
 
 
-def test_twenty_iterations_on_eight_ranks_are_those_of_one_rank_to_six_digits_in_fp32(tmp_path: Path) -> None:
-    """Without `torchrun`, whose part is tested above."""
-    pretrain_tiny(tmp_path, *TWENTY_ITERATIONS, *EIGHT_RANKS, ranks=8, timeout=120).check()
-    check_same_losses(tmp_path, [], SIX_DIGITS)
+@pytest.mark.parametrize(
+    "precision, bound", [(["--fp64"], PARITY_FP64), ([], SIX_DIGITS)], ids=["fp64", "fp32-to-six-digits"]
+)
+def test_twenty_iterations_on_eight_ranks_are_those_of_one_rank(
+    precision: list[str], bound: float, tmp_path: Path
+) -> None:
+    """Without `torchrun`, whose part the other tests here have."""
+    pretrain_tiny(tmp_path, *TWENTY_ITERATIONS, *EIGHT_RANKS, *precision, ranks=8, timeout=120).check()
+    check_same_losses(tmp_path, precision, bound)
 
 
 def test_two_agents_train_over_two_nodes(tmp_path: Path) -> None:
