@@ -1,102 +1,60 @@
-"""Tokenize JSON lines into Megatron-LM's .bin/.idx, byte for byte.
+"""Tokenize JSON lines, text files and Parquet into Megatron-LM's .bin/.idx, byte for byte.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix my-corpus --append-eod --workers 2 \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 
-writes my-corpus_text_document.bin and .idx. Each line is one document, in the order of the input whatever the
-number of workers. A document without tokens is kept as a document without sequences, and gets no end-of-document id.
+writes my-corpus_text_document.bin and .idx. Each line, row or text file is one document, in the order of the input
+whatever the number of workers. A document without tokens is kept as a document without sequences, and gets no
+end-of-document id. With --split-sentences each sentence is a sequence, and the names end in _sentence.
+
+Work is done in shards, in the folder my-corpus.shards. A run that was killed goes on from those that are finished
+when the same command is given again; the folder goes when the dataset is whole.
 """
 
 import argparse
-import multiprocessing
-import os
-import threading
+import shutil
 import time
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from command_line import Parser, elapsed, progress, run_tool, say, size_of
-from text_tools import Work, find_files, prepare_output, read_text, text_of
+from command_line import Parser, at_least, elapsed, run_tool, say, size_of
+from preprocess.encoder import Encoder
+from preprocess.fast_tokenizer import Fastokens, fast_tokenizer
+from preprocess.inputs import ENDINGS, find_inputs
+from preprocess.shards import Shard, ShardRecord, finished, plan_shards
+from preprocess.workers import Job, make_shards
+from text_tools import Work, prepare_output
 
 from megatron.config.arguments import add_to_parser
 from megatron.config.megatron_config import section_problems
 from megatron.config.options import Option, section_options
 from megatron.config.problems import ConfigError, UserError, counted
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
+from megatron.core.file_lock import NoLocksError, holder_of, try_lock
+from megatron.core.whole_file import whole_file
+from megatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
+from megatron.data.merging import merge_datasets
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.tokenizers_tokenizer import TokenizersTokenizer
 
-TOOL = "preprocess_data 1"
-BATCH_BYTES = 1 << 19
-# Batches a worker may be ahead of the writer: enough to keep it busy, and a bound on memory.
-BATCHES_AHEAD = 4
+TOOL = "preprocess_data 2"
 MODEL_ONLY = {"make_vocab_size_divisible_by", "padded_vocab_size"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Consecutive lines of one file; `first` is the number of the first."""
-
-    path: Path
-    first: int
-    lines: list[bytes]
-    size: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizedBatch:
-    """For each key, all ids one after another and how many each document has; `size` in bytes of input."""
-
-    ids: list[npt.NDArray[Any]]
-    counts: list[list[int]]
-    size: int
-
-
-class Encoder:
-    """From a batch of lines to ids. Copies of it live in the workers."""
-
-    def __init__(self, tokenizer: Tokenizer, keys: Sequence[str], *, append_eod: bool) -> None:
-        self.keys = keys
-        self.dtype = optimal_dtype(tokenizer.vocab_size)
-        self._tokenizer = tokenizer
-        self._eod = [tokenizer.eod] if append_eod else []
-
-    def __call__(self, batch: Batch) -> TokenizedBatch:
-        """Raises UserError with file and line for a line that is not a record with texts under the keys."""
-        ids: list[list[int]] = [[] for _ in self.keys]
-        counts: list[list[int]] = [[] for _ in self.keys]
-        for number, line in enumerate(batch.lines, start=batch.first):
-            if not line.strip():
-                continue
-            where = f"{batch.path}, line {number}"
-            record = read_text(line, where)
-            for index, key in enumerate(self.keys):
-                document = self._encode(text_of(record, key, where), key, where)
-                ids[index].extend(document)
-                counts[index].append(len(document))
-        return TokenizedBatch(
-            ids=[np.array(all_ids, dtype=self.dtype) for all_ids in ids], counts=counts, size=batch.size
-        )
-
-    def _encode(self, text: str, key: str, where: str) -> list[int]:
-        try:
-            document = self._tokenizer.encode(text)
-        except UserError as error:
-            raise UserError(f"{where}, key {key!r}: {error}") from None
-        return document + self._eod if document else document
+# The workers of a run that was killed end a moment after it.
+LOCK_SECONDS = 5.0
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="JSON-lines files or glob patterns")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help=f"files, folders or glob patterns; the ending says what a file holds: {ENDINGS}",
+    )
     parser.add_argument(
         "--output-prefix",
         type=Path,
@@ -108,10 +66,21 @@ def parse_arguments() -> argparse.Namespace:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="which values of a line are texts; default: text",
+        help="which values of a line are texts, or which columns of Parquet; a text file has text; default: text",
     )
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document id")
-    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize; default 1")
+    parser.add_argument(
+        "--split-sentences", action="store_true", help="make each sentence a sequence, as BERT needs them (English)"
+    )
+    parser.add_argument(
+        "--keep-newlines", action="store_true", help="with --split-sentences: keep the white space after a sentence"
+    )
+    parser.add_argument("--workers", type=at_least(1), default=1, help="processes that tokenize; default 1")
+    parser.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="leave out records that are broken or have no text, and list them in PREFIX_bad_records.tsv",
+    )
     add_to_parser(parser.add_argument_group("tokenizer"), tokenizer_options())
     return parser.read()
 
@@ -124,138 +93,148 @@ def main() -> None:
     arguments = parse_arguments()
     started = time.perf_counter()
     keys: list[str] = arguments.json_keys
-    if arguments.workers < 1:
-        raise UserError(f"--workers {arguments.workers}: must be at least 1")
     if len(set(keys)) < len(keys):
         raise UserError(f"--json-keys {' '.join(keys)}: each key can be named once")
-    files = find_files(arguments.input, flag="--input")
-    prefixes = [f"{arguments.output_prefix}_{key}_document" for key in keys]
+    if arguments.keep_newlines and not arguments.split_sentences:
+        raise UserError("--keep-newlines: says what --split-sentences leaves of a text, and that is not given")
+    files = find_inputs(arguments.input, flag="--input")
+    level = "sentence" if arguments.split_sentences else "document"
+    prefixes = [f"{arguments.output_prefix}_{key}_{level}" for key in keys]
     outputs = [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)]
     for output in outputs:
         prepare_output(output, flag="--output-prefix")
     tokenizer = build_tokenizer(_tokenizer_config(arguments))
-    encoder = Encoder(tokenizer, keys, append_eod=arguments.append_eod)
+    settings = {
+        "json_keys": keys,
+        "append_eod": arguments.append_eod,
+        "split_sentences": arguments.split_sentences,
+        "keep_newlines": arguments.keep_newlines,
+        "tokenizer_type": tokenizer.name,
+        "tokenizer": tokenizer.fingerprint(),
+    }
     work = Work(
         tool=TOOL,
-        arguments={
-            "json_keys": keys,
-            "append_eod": arguments.append_eod,
-            "tokenizer_type": tokenizer.name,
-            "tokenizer": tokenizer.fingerprint(),
-        },
-        inputs=files,
+        arguments={**settings, "keep_going": arguments.keep_going},
+        inputs=[file.path for file in files],
         outputs=outputs,
     )
     if work.skip():
         return
     inputs_digest = work.inputs_digest()
-    documents, tokens = tokenize(files, encoder, prefixes, arguments.workers)
-    work.finish(inputs_digest, documents=documents, tokens=dict(zip(keys, tokens)))
-    for output, count in zip(outputs[::2], tokens):
-        say(f"{output.with_suffix('')}: {counted(documents, 'document')}, {counted(count, 'token')} of {encoder.dtype}")
+    shards = plan_shards(files, [TOOL, settings])
+    with shard_folder(Path(f"{arguments.output_prefix}.shards")) as folder:
+        job = Job(
+            shards=shards,
+            folder=folder,
+            encoder=_encoder(arguments, tokenizer),
+            tokenizer=tokenizer,
+            fast=_fast(tokenizer),
+            dtype=optimal_dtype(tokenizer.vocab_size),
+            keep_going=arguments.keep_going,
+        )
+        records = make_shards(job, _made(job), workers=arguments.workers)
+        if nothing := _nothing(records, keys, arguments.input):
+            shutil.rmtree(folder)
+            raise UserError(nothing)
+        for key, prefix in enumerate(prefixes):
+            merge_datasets([shard.prefix(folder, key) for shard in shards], prefix)
+        bad = _list_bad_records(Path(f"{arguments.output_prefix}_bad_records.tsv"), shards, records)
+        documents = sum(record.documents for record in records)
+        tokens = [sum(record.tokens[key] for record in records) for key in range(len(keys))]
+        work.finish(inputs_digest, documents=documents, tokens=dict(zip(keys, tokens)), bad_records=bad)
+        shutil.rmtree(folder)
+    for prefix, count in zip(prefixes, tokens):
+        say(f"{prefix}: {counted(documents, 'document')}, {counted(count, 'token')} of {job.dtype}")
+    size = sum(file.path.stat().st_size for file in files)
     seconds = time.perf_counter() - started
-    size = sum(path.stat().st_size for path in files)
     rates = f"{size / 1e6 / seconds:.1f} MB/s, {sum(tokens) / seconds:,.0f} tokens/s"
     say(f"{size_of(size)} in {elapsed(started)}: {rates}")
 
 
-def tokenize(files: Sequence[Path], encoder: Encoder, prefixes: Sequence[str], workers: int) -> tuple[int, list[int]]:
-    """Write the datasets, all or none; returns the number of documents, and of tokens for each key.
+@contextmanager
+def shard_folder(folder: Path) -> Iterator[Path]:
+    """The folder of a run, locked; one that ends early leaves it where a shard in it is finished.
 
     Raises:
-        UserError: a broken line, no document at all, or no text under a key.
+        UserError: another run works in it.
     """
-    documents = 0
-    tokens = [0 for _ in prefixes]
-    total = sum(path.stat().st_size for path in files)
-    with ExitStack() as stack:
-        writers = [stack.enter_context(IndexedDatasetWriter(prefix, dtype=encoder.dtype)) for prefix in prefixes]
-        results = stack.enter_context(closing(_encode_all(files, encoder, workers)))
-        bar = stack.enter_context(progress(total, "tokenizing", unit="B"))
-        started = time.perf_counter()
-        for result in results:
-            for index, (writer, ids, counts) in enumerate(zip(writers, result.ids, result.counts)):
-                _write_documents(writer, ids, counts)
-                tokens[index] += len(ids)
-            documents += len(result.counts[0])
-            rate = documents / max(1e-9, time.perf_counter() - started)
-            bar.set_postfix_str(f"{rate:,.0f} documents/s", refresh=False)
-            bar.update(result.size)
-        named = " ".join(map(str, files))
-        if documents == 0:
-            raise UserError(f"--input {named}: holds no document")
-        for key, count in zip(encoder.keys, tokens):
-            if count == 0:
-                raise UserError(f"--input {named}: holds no text under {key!r}, all of its values are empty")
-    return documents, tokens
-
-
-def _write_documents(writer: IndexedDatasetWriter, ids: npt.NDArray[Any], counts: Sequence[int]) -> None:
-    begin = 0
-    for count in counts:
-        writer.add_document(ids[begin : begin + count], [count] if count else [])
-        begin += count
-
-
-def read_batches(files: Sequence[Path]) -> Iterator[Batch]:
-    """The lines of all files in batches of about BATCH_BYTES, so that a worker's answer is worth its way."""
-    for path in files:
-        with path.open("rb") as file:
-            first = 1
-            while lines := file.readlines(BATCH_BYTES):
-                size = sum(map(len, lines))
-                if first == 1:
-                    lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")  # a byte order mark is not part of the JSON
-                yield Batch(path=path, first=first, lines=lines, size=size)
-                first += len(lines)
-
-
-def _encode_all(files: Sequence[Path], encoder: Encoder, workers: int) -> Generator[TokenizedBatch, None, None]:
-    """The encoded batches in the order of the input."""
-    batches = read_batches(files)
-    if workers == 1:
-        yield from map(encoder, batches)
-        return
-    # Forked, so that each worker has the tokenizer at once; this process itself encodes nothing before.
-    pool = ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("fork"), initializer=_set_encoder, initargs=(encoder,)
-    )
-    waiting: deque[Future[TokenizedBatch]] = deque()
     try:
-        for batch in batches:
-            waiting.append(pool.submit(_encode_in_worker, batch))
-            if len(waiting) >= workers * BATCHES_AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool:
-        raise UserError(
-            f"--workers {workers}: a worker was killed, most likely for want of memory; use fewer workers"
-        ) from None
+        with _lock(folder / "lock"):
+            yield folder
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        if folder.exists():
+            if any(folder.glob("*.done")):
+                say(f"{folder}: finished shards are kept there; the same command goes on from them")
+            else:
+                shutil.rmtree(folder)
 
 
-_worker_encoder: Encoder | None = None
+def _lock(path: Path) -> AbstractContextManager[object]:
+    give_up = time.perf_counter() + LOCK_SECONDS
+    while True:
+        try:
+            path.parent.mkdir(exist_ok=True)  # the run that had it may have taken it away
+            lock = try_lock(path)
+        except NoLocksError:
+            return nullcontext()
+        if lock is not None:
+            return lock
+        if time.perf_counter() > give_up:
+            raise UserError(f"--output-prefix: another run writes it, {holder_of(path)}")
+        time.sleep(0.1)
 
 
-def _set_encoder(encoder: Encoder) -> None:
-    global _worker_encoder
-    _worker_encoder = encoder
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _encoder(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Encoder:
+    split = None
+    if arguments.split_sentences:
+        from preprocess.sentences import SentenceSplitter  # its model is not loaded for nothing
+
+        split = SentenceSplitter(keep_newlines=arguments.keep_newlines)
+    return Encoder(keys=arguments.json_keys, eod=tokenizer.eod if arguments.append_eod else None, split=split)
 
 
-def _end_with_parent() -> None:
-    """Without this a worker whose parent is killed would wait for work for ever, with the output open."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+def _fast(tokenizer: Tokenizer) -> Fastokens | None:
+    fast, reason = fast_tokenizer(tokenizer)
+    if fast is None and isinstance(tokenizer, TokenizersTokenizer):
+        say(f"tokenizing with tokenizers, which is slower: {reason}")
+    return fast
 
 
-def _encode_in_worker(batch: Batch) -> TokenizedBatch:
-    assert _worker_encoder is not None
-    return _worker_encoder(batch)
+def _made(job: Job) -> dict[int, ShardRecord]:
+    """The shards that are there already; those that left out records are of use only to a run that does so too."""
+    found = {index: finished(shard, job.folder) for index, shard in enumerate(job.shards)}
+    made = {index: record for index, record in found.items() if record and (job.keep_going or not record.bad)}
+    if made:
+        say(f"{job.folder}: {len(made):,} of {counted(len(job.shards), 'shard')} are finished already")
+    return made
+
+
+def _nothing(records: Sequence[ShardRecord], keys: Sequence[str], inputs: Sequence[str]) -> str:
+    """Why the dataset would be of no use, "" when it is of use."""
+    named = f"--input {' '.join(inputs)}"
+    if not any(record.documents for record in records):
+        return f"{named}: holds no document"
+    empty = [key for index, key in enumerate(keys) if not any(record.tokens[index] for record in records)]
+    return f"{named}: holds no text under {empty[0]!r}, all of its values are empty" if empty else ""
+
+
+def _list_bad_records(path: Path, shards: Sequence[Shard], records: Sequence[ShardRecord]) -> int:
+    """Write which records were left out and why; no file where there are none."""
+    lines = []
+    rows_before: Counter[Path] = Counter()
+    for shard, record in zip(shards, records):
+        bad_of = {index: list(bads) for index, bads in groupby(record.bad, key=lambda bad: bad.piece)}
+        for index, piece in enumerate(shard.pieces):
+            file = piece.file.path
+            lines += [f"{file}\t{rows_before[file] + bad.number}\t{bad.problem}\n" for bad in bad_of.get(index, ())]
+            rows_before[file] += record.rows[index]
+    if not lines:
+        path.unlink(missing_ok=True)
+        return 0
+    with whole_file(path) as output:
+        output.write("".join(lines).encode())
+    say(f"{path}: {counted(len(lines), 'bad record')} left out")
+    return len(lines)
 
 
 def _tokenizer_config(arguments: argparse.Namespace) -> TokenizerConfig:

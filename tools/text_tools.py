@@ -24,6 +24,7 @@ from megatron.core.whole_file import whole_file
 # How much of each end of an output is hashed: enough to notice truncated, appended or swapped files at any
 # size, and a record can be checked in a blink even for terabytes.
 EDGE_BYTES = 1 << 20
+_RECORD = ".done.json"
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -100,7 +101,12 @@ class Work:
 
 
 def record_path(output: Path) -> Path:
-    return output.with_name(output.name + ".done.json")
+    return output.with_name(output.name + _RECORD)
+
+
+def is_record(path: Path) -> bool:
+    """Whether a file is the record of a tool, and so no text, whatever folder or pattern it is found by."""
+    return path.name.endswith(_RECORD)
 
 
 def _inputs_digest(paths: Sequence[Path]) -> str:
@@ -165,10 +171,23 @@ def prepare_output(path: Path, *, flag: str) -> None:
 
 
 def read_text(line: bytes, where: str) -> dict[str, Any]:
-    """One line of JSON lines as an object.
+    """As `parse_record`, with `where`, file and line, at the head of a message."""
+    try:
+        return parse_record(line)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
 
-    Args:
-        where: file and line, for messages.
+
+def text_of(record: Mapping[str, Any], key: str, where: str) -> str:
+    """As `text_under`, with `where`, file and line, at the head of a message."""
+    try:
+        return text_under(record, key)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def parse_record(line: bytes) -> dict[str, Any]:
+    """One line of JSON lines as an object.
 
     Raises:
         UserError: invalid UTF-8, invalid JSON, a number of thousands of digits, or not an object.
@@ -176,22 +195,19 @@ def read_text(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where}: byte {error.start + 1} of the line is not valid UTF-8; convert the file to UTF-8"
-        ) from None
+        raise UserError(f"byte {error.start + 1} of the line is not valid UTF-8; convert the file to UTF-8") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON: {error.msg} at character {error.pos + 1} of the line") from None
+        raise UserError(f"not valid JSON: {error.msg} at character {error.pos + 1} of the line") from None
     except ValueError:  # the only other one that the reader raises
-        most = sys.get_int_max_str_digits()
-        raise UserError(f"{where}: a number with more digits than the {most:,} allowed") from None
+        raise UserError(f"a number with more digits than the {sys.get_int_max_str_digits():,} allowed") from None
     except RecursionError:
-        raise UserError(f"{where}: JSON nested too deeply") from None
+        raise UserError("JSON nested too deeply") from None
     if not isinstance(record, dict):
-        raise UserError(f'{where}: {type(record).__name__} instead of an object such as {{"text": "..."}}')
+        raise UserError(f'{type(record).__name__} instead of an object such as {{"text": "..."}}')
     return record
 
 
-def text_of(record: Mapping[str, Any], key: str, where: str) -> str:
+def text_under(record: Mapping[str, Any], key: str) -> str:
     """The text under a key of a record.
 
     Raises:
@@ -199,8 +215,8 @@ def text_of(record: Mapping[str, Any], key: str, where: str) -> str:
     """
     if key not in record:
         keys = ", ".join(map(repr, list(record)[:10])) or "none"
-        raise UserError(f"{where}: the record has no key {key!r}; its keys: {keys}")
+        raise UserError(f"the record has no key {key!r}; its keys: {keys}")
     text = record[key]
     if not isinstance(text, str):
-        raise UserError(f"{where}: the value of {key!r} is {type(text).__name__}, it must be a string")
+        raise UserError(f"the value of {key!r} is {type(text).__name__}, it must be a string")
     return text

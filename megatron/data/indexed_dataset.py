@@ -40,6 +40,7 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     code: np.dtype(name)
     for code, name in enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), start=1)
 }
+_CODES = {dtype: code for code, dtype in DTYPE_CODES.items()}
 _HEADER = struct.Struct("<9sQBQQ")
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -123,7 +124,7 @@ class IndexedDataset:
         offset = _HEADER.size
         self.sequence_lengths: npt.NDArray[np.int32] = raw[offset : offset + 4 * num_sequences].view("<i4")
         offset += 4 * num_sequences
-        self._pointers: npt.NDArray[np.int64] = raw[offset : offset + 8 * num_sequences].view("<i8")
+        self.pointers: npt.NDArray[np.int64] = raw[offset : offset + 8 * num_sequences].view("<i8")
         offset += 8 * num_sequences
         self.document_indices: npt.NDArray[np.int64] = raw[offset : offset + 8 * num_documents].view("<i8")
         offset += 8 * num_documents
@@ -140,7 +141,7 @@ class IndexedDataset:
             )
         expected = 0
         if len(self):
-            expected = int(self._pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+            expected = int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         actual = self._bin.stat().st_size
         if actual != expected:
             raise IndexedDatasetError(
@@ -159,10 +160,10 @@ class IndexedDataset:
         if (lengths < 0).any():
             raise IndexedDatasetError(f"{self._idx}: sequence {int(np.argmax(lengths < 0))} has a negative length")
         expected = np.cumsum(lengths * self.dtype.itemsize) - lengths * self.dtype.itemsize
-        if not np.array_equal(expected, self._pointers):
-            wrong = int(np.argmax(expected != self._pointers))
+        if not np.array_equal(expected, self.pointers):
+            wrong = int(np.argmax(expected != self.pointers))
             raise IndexedDatasetError(
-                f"{self._idx}: sequence {wrong} begins at byte {int(self._pointers[wrong])}, the sequences "
+                f"{self._idx}: sequence {wrong} begins at byte {int(self.pointers[wrong])}, the sequences "
                 f"before it end at byte {int(expected[wrong])}"
             )
         if (np.diff(self.document_indices) < 0).any():
@@ -197,7 +198,7 @@ class IndexedDataset:
             raise IndexError(
                 f"tokens {offset} to {offset + length} of sequence {index} of {self.prefix}, which has {available}"
             )
-        begin = int(self._pointers[index]) + offset * self.dtype.itemsize
+        begin = int(self.pointers[index]) + offset * self.dtype.itemsize
         if self._map is not None:
             first = begin // self.dtype.itemsize
             tokens = self._map[first : first + length]
@@ -249,6 +250,43 @@ def _read_at(descriptor: int, size: int, begin: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+def publish(
+    prefix: str | Path,
+    bin_file: WholeFile,
+    dtype: np.dtype[Any],
+    *,
+    lengths: Iterable[npt.NDArray[Any]],
+    pointers: Iterable[npt.NDArray[Any]],
+    documents: Iterable[npt.NDArray[Any]],
+    modes: Iterable[npt.NDArray[Any]] = (),
+) -> None:
+    """Write the index of a `.bin` that is complete, and give both their names; a dataset of that name is replaced.
+
+    Args:
+        lengths, pointers, documents, modes: the arrays of the index, each in parts that follow each other.
+    """
+    idx = WholeFile(idx_path(prefix))
+    try:
+        idx.file.write(bytes(_HEADER.size))
+        counts = []
+        for parts, stored in ((lengths, "<i4"), (pointers, "<i8"), (documents, "<i8"), (modes, "i1")):
+            count = 0
+            for part in parts:
+                idx.file.write(part.astype(stored, copy=False).data)
+                count += part.size
+            counts.append(count)
+        idx.file.seek(0)
+        idx.file.write(_HEADER.pack(MAGIC, VERSION, _CODES[dtype], counts[0], counts[2]))
+        bin_file.sync()
+        idx.sync()
+        # An old index must never stand beside a new .bin.
+        idx_path(prefix).unlink(missing_ok=True)
+        bin_file.publish()
+        idx.publish()
+    finally:
+        idx.discard()
+
+
 class IndexedDatasetWriter:
     """Writes `<prefix>.bin/.idx`, under temporary names until `finalize` renames them, `.idx` last.
 
@@ -266,10 +304,8 @@ class IndexedDatasetWriter:
     def __init__(self, prefix: str | Path, *, dtype: npt.DTypeLike) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype)
-        codes = {known: code for code, known in DTYPE_CODES.items()}
-        if self.dtype not in codes:
-            raise ValueError(f"{self.prefix}: type {self.dtype}; the format knows {', '.join(map(str, codes))}")
-        self._code = codes[self.dtype]
+        if self.dtype not in _CODES:
+            raise ValueError(f"{self.prefix}: type {self.dtype}; the format knows {', '.join(map(str, _CODES))}")
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._bin = WholeFile(bin_path(prefix))
@@ -317,35 +353,52 @@ class IndexedDatasetWriter:
             self._add_length(count)
         self.end_document()
 
+    def add_documents(
+        self, tokens: TokenArray, lengths: npt.NDArray[np.int64], sequences: npt.NDArray[np.int64]
+    ) -> None:
+        """Append many documents at once.
+
+        Args:
+            tokens: the ids of all of them.
+            lengths: tokens of each sequence.
+            sequences: how many sequences each document has; 0 is a document without tokens.
+
+        Raises:
+            UserError: a sequence is longer than the format holds.
+            ValueError: the numbers do not add up, or an id does not fit the stored type.
+        """
+        ids = self._convert(tokens)
+        if lengths.sum() != ids.size or sequences.sum() != lengths.size or (lengths < 0).any() or (sequences < 0).any():
+            raise ValueError(
+                f"{self.prefix}: {ids.size} ids in {lengths.size} sequences of {lengths.sum()} ids, in documents of "
+                f"{sequences.sum()} sequences"
+            )
+        self._check_length(int(lengths.max(initial=0)))
+        self._bin.file.write(ids.data)
+        first = len(self._lengths)
+        self._lengths.frombytes(lengths.astype(np.intc).tobytes())
+        self._documents.frombytes((first + np.cumsum(sequences)).astype(np.int64).tobytes())
+
     def finalize(self) -> None:
         """Complete both files on disk and give them their names. A dataset of that name is replaced."""
-        lengths = np.frombuffer(self._lengths, dtype=np.intc).astype("<i4")
+        lengths = np.frombuffer(self._lengths, dtype=np.intc)
         # In 64 bits: 32 would overflow after 2 GiB.
         sizes = lengths.astype(np.int64) * self.dtype.itemsize
-        pointers = (np.cumsum(sizes) - sizes).astype("<i8")
-        documents = np.frombuffer(self._documents, dtype=np.int64).astype("<i8")
-        self._bin.sync()
-        idx = WholeFile(idx_path(self.prefix))
-        try:
-            idx.file.write(_HEADER.pack(MAGIC, VERSION, self._code, lengths.size, documents.size))
-            for part in (lengths, pointers, documents):
-                idx.file.write(part.tobytes())
-            idx.sync()
-            # An old index must never stand beside a new .bin.
-            idx_path(self.prefix).unlink(missing_ok=True)
-            self._bin.publish()
-            idx.publish()
-        finally:
-            idx.discard()
+        pointers = np.cumsum(sizes) - sizes
+        documents = np.frombuffer(self._documents, dtype=np.int64)
+        publish(self.prefix, self._bin, self.dtype, lengths=[lengths], pointers=[pointers], documents=[documents])
 
     def abort(self) -> None:
         """Remove what was written, unless it is finalized."""
         self._bin.discard()
 
     def _add_length(self, length: int) -> None:
+        self._check_length(length)
+        self._lengths.append(length)
+
+    def _check_length(self, length: int) -> None:
         if length > _INT32_MAX:
             raise UserError(f"{self.prefix}: a sequence of {length} ids; the format holds up to {_INT32_MAX}, split it")
-        self._lengths.append(length)
 
     def _convert(self, tokens: npt.ArrayLike) -> TokenArray:
         ids = np.asarray(tokens)

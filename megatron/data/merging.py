@@ -1,0 +1,78 @@
+"""Several token files as one, as if their texts had been tokenized together.
+
+Ids are copied within the kernel, from file to file; of the indices only what moves is changed: the offsets in `.bin`
+by the bytes before, the sequences of documents by the sequences before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron.core.whole_file import WholeFile
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError, bin_path, publish
+
+# The most that Linux moves in one call.
+_CALL_BYTES = 0x7FFFF000
+
+
+def merge_datasets(
+    prefixes: Sequence[str | Path], output: str | Path, *, copied: Callable[[int], object] = lambda size: None
+) -> IndexedDataset:
+    """Write the datasets one after another under the prefix `output`, whole or not at all, and open the result.
+
+    Args:
+        copied: gets the number of bytes of ids after each step.
+
+    Raises:
+        IndexedDatasetError: one is damaged, or they do not agree in the type of their ids or in having modes.
+    """
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    first = datasets[0]
+    for dataset in datasets:
+        if dataset.dtype != first.dtype:
+            raise IndexedDatasetError(
+                f"{dataset.prefix} holds ids of {dataset.dtype}, {first.prefix} of {first.dtype}: they were made with "
+                "different tokenizers, and a dataset has one type"
+            )
+    if len({dataset.sequence_modes is None for dataset in datasets if len(dataset)}) == 2:
+        raise IndexedDatasetError(f"{', '.join(map(str, prefixes))}: only some of them have modes of their sequences")
+    bin_file = WholeFile(bin_path(output))
+    try:
+        bytes_before, sequences_before = [], []
+        total = sequences = 0
+        for dataset in datasets:
+            bytes_before.append(total)
+            sequences_before.append(sequences)
+            total += _append(bin_path(dataset.prefix), bin_file, copied)
+            sequences += len(dataset)
+        publish(
+            output,
+            bin_file,
+            first.dtype,
+            lengths=(dataset.sequence_lengths for dataset in datasets),
+            pointers=(dataset.pointers + before for dataset, before in zip(datasets, bytes_before)),
+            documents=(
+                dataset.document_indices[min(index, 1) :] + before  # only the first begins with the leading 0
+                for index, (dataset, before) in enumerate(zip(datasets, sequences_before))
+            ),
+            modes=(dataset.sequence_modes for dataset in datasets if dataset.sequence_modes is not None),
+        )
+    finally:
+        bin_file.discard()
+    return IndexedDataset(output)
+
+
+def _append(source: Path, target: WholeFile, copied: Callable[[int], object]) -> int:
+    """Copy a file to the end of another; returns its size."""
+    with source.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        position = 0
+        while position < size:
+            done = os.sendfile(target.file.fileno(), file.fileno(), position, min(size - position, _CALL_BYTES))
+            if done == 0:
+                raise IndexedDatasetError(f"{source}: became shorter while it was copied")
+            position += done
+            copied(done)
+    return size

@@ -1,0 +1,89 @@
+"""Several datasets as one, by the tool as a user starts it."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_dataset import IndexedDatasetWriter
+from tests.helpers.datasets import documents, same_files, sequences, write_lines
+from tests.helpers.tokenizer_files import FIXTURES
+from tests.helpers.tools import names, run
+
+PREPROCESS = FIXTURES / "preprocess"
+
+
+def write(prefix: Path, content: list[list[list[int]]], dtype: str = "uint16") -> Path:
+    with IndexedDatasetWriter(prefix, dtype=dtype) as writer:
+        for document in content:
+            writer.add_document([token for sequence in document for token in sequence], map(len, document))
+    return prefix
+
+
+def test_the_files_are_megatrons_byte_for_byte(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("gpt2_eod_text_document", "gpt2_small_eod_text_document"):
+        for ending in ("bin", "idx"):
+            shutil.copy(PREPROCESS / f"{name}.{ending}", tmp_path / "in")
+    run("merge_datasets", "--input", tmp_path / "in", "--output-prefix", tmp_path / "merged")
+    assert same_files(tmp_path / "merged", PREPROCESS / "merged_gpt2")
+
+
+def test_documents_begin_where_they_did(tmp_path: Path) -> None:
+    """Of several sequences, without any, in more than two files."""
+    contents = [[[[1, 2]], [[3]]], [[], [[4], [5, 6, 7]], []], [], [[[8]], []]]
+    prefixes = [write(tmp_path / str(index), content) for index, content in enumerate(contents)]
+    said = run("merge_datasets", "--input", *prefixes, "--output-prefix", tmp_path / "merged")
+    assert sequences(tmp_path / "merged") == [document for content in contents for document in content]
+    assert ": 7 documents, 8 tokens of uint16 from 4 datasets" in said
+
+
+def test_merging_is_tokenizing_all_texts_together(tmp_path: Path) -> None:
+    texts = [["One. Two!", ""], ["Three."], ["", "Four. 5.", "Six"]]
+    for index, part in enumerate(texts):
+        write_lines(tmp_path / f"{index}.jsonl", [{"text": text} for text in part])
+    base = ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--split-sentences"]
+    for index in range(3):
+        words = ["--input", tmp_path / f"{index}.jsonl", "--output-prefix", tmp_path / "parts" / str(index)]
+        run("preprocess_data", *words, *base)
+    run("preprocess_data", "--input", tmp_path / "*.jsonl", "--output-prefix", tmp_path / "whole", *base)
+    run("merge_datasets", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "merged")
+    assert same_files(tmp_path / "merged", tmp_path / "whole_text_sentence")
+
+
+def test_the_order_is_that_of_the_words_and_of_names_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number in (10, 9, 1):
+        write(tmp_path / "in" / f"part{number}", [[[number]]])
+    words = ["--input", tmp_path / "in" / "part9", tmp_path / "in", "--output-prefix", tmp_path / "merged"]
+    run("merge_datasets", *words)
+    assert documents(tmp_path / "merged") == [[9], [1], [10], [9]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{folder}/a", "{folder}/wide"], "wide holds ids of int32"),
+        (["{folder}/a", "{folder}/none"], "none.idx: no such file; a dataset is given by its prefix"),
+        (["{folder}/half"], "half: holds b.bin without b.idx, half of a dataset"),
+        (["{folder}/empty"], "empty: the folder holds no dataset"),
+        (["{folder}/a", "{folder}/short"], "short.bin: 2 bytes, but"),
+        (["{folder}/a", "{folder}/merged"], "merged: is one of the inputs"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
+    folder = tmp_path / "in"
+    for name in ("half", "empty"):
+        (folder / name).mkdir(parents=True)
+    write(folder / "a", [[[1]]])
+    write(folder / "wide", [[[1]]], "int32")
+    write(folder / "half" / "b", [[[1]]])
+    (folder / "half" / "b.idx").unlink()
+    write(folder / "short", [[[1, 2]]])
+    (folder / "short.bin").write_bytes(np.array([1], np.uint16).tobytes())
+    before = names(folder)
+    words = [word.format(folder=folder) for word in arguments]
+    error = run("merge_datasets", "--input", *words, "--output-prefix", folder / "merged", status=2)
+    assert message in error
+    assert names(folder) == before

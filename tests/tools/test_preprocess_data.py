@@ -1,0 +1,487 @@
+"""Every form of input, sentences, bad records, and a run that goes on: by the tool as a user starts it."""
+
+import gzip
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from tests.helpers.datasets import documents, same_files, sequences, write_lines
+from tests.helpers.tokenizer_files import BERT_VOCABULARY, FIXTURES, gpt2_merge_file, gpt2_vocab_file
+from tests.helpers.tools import ROOT, Arguments, command, names, run
+
+PREPROCESS = FIXTURES / "preprocess"
+CORPUS = PREPROCESS / "corpus.jsonl"
+GPT2 = [
+    *("--tokenizer-type", "GPT2BPETokenizer"),
+    *("--vocab-file", gpt2_vocab_file(), "--merge-file", gpt2_merge_file()),
+]
+BERT = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", BERT_VOCABULARY]
+BYTES = ["--tokenizer-type", "ByteTokenizer"]
+NO_SPECIAL = "--tokenizer-hf-no-include-special-tokens"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A module of the tool's package, by name."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return lambda name: importlib.import_module(f"preprocess.{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("bert_ss", []),
+        ("bert_ss_nospecial", [NO_SPECIAL]),
+        ("bert_ss_keepnl_nospecial", [NO_SPECIAL, "--keep-newlines"]),
+    ],
+)
+def test_one_run_writes_megatrons_sentences_byte_for_byte(tmp_path: Path, name: str, arguments: list[str]) -> None:
+    prefix = tmp_path / "x"
+    run("preprocess_data", "--input", CORPUS, "--output-prefix", prefix, "--split-sentences", *BERT, *arguments)
+    assert same_files(Path(f"{prefix}_text_sentence"), PREPROCESS / f"{name}_text_sentence")
+
+
+def test_sentences_are_those_of_nltk(module: Callable[[str], ModuleType]) -> None:
+    split = module("sentences").SentenceSplitter(keep_newlines=False)
+    texts = [json.loads(line)["text"] for line in CORPUS.read_text().splitlines()]
+    wanted = [json.loads(line)["text"] for line in (PREPROCESS / "corpus_ss.jsonl").read_text().splitlines()]
+    assert [split(text) for text in texts] == wanted
+
+
+@pytest.mark.parametrize("keep_newlines", [False, True])
+def test_a_sentence_is_not_cut_wherever_it_stands_in_a_long_text(
+    module: Callable[[str], ModuleType], keep_newlines: bool
+) -> None:
+    split = module("sentences").SentenceSplitter(keep_newlines=keep_newlines)
+    words = "a sentence that goes on and on over the millionth character " * 4
+    text = "It ends here. " * 71_420 + words
+    assert 999_000 < len(text) - len(words) < 1_000_000 < len(text)
+    assert split(text)[-1].split() == words.split()
+
+
+@pytest.mark.parametrize("text", ["a" * 300_000, "." * 100_000, "a." * 100_000, "\u3000a." * 100_000, " " * 300_000])
+def test_texts_of_one_kind_take_no_longer_than_others(module: Callable[[str], ModuleType], text: str) -> None:
+    """A rule that goes back over the text at each word or mark would take hours."""
+    for keep_newlines in (False, True):
+        assert len(module("sentences").SentenceSplitter(keep_newlines=keep_newlines)(text)) <= len(text)
+
+
+def test_kept_newlines_make_the_sentences_the_whole_text(module: Callable[[str], ModuleType]) -> None:
+    split = module("sentences").SentenceSplitter(keep_newlines=True)
+    assert split("One.\n\nTwo is 3.14 Dr. Who!  Three\n") == ["One.\n\n", "Two is 3.14 Dr. Who!  ", "Three"]
+
+
+def test_the_end_of_a_document_ends_its_last_sentence(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": text} for text in ("", "One. Two!", " \n", "Three")])
+    base = ["--input", source, "--output-prefix", tmp_path / "x", "--split-sentences", "--append-eod", *BYTES]
+    run("preprocess_data", *base)
+    assert sequences(tmp_path / "x_text_sentence") == [
+        [],
+        [[*b"One."], [*b"Two!", 256]],
+        [],
+        [[*b"Three", 256]],
+    ]
+
+
+def gzipped(folder: Path) -> list[Path]:
+    path = folder / "corpus.jsonl.gz"
+    lines = CORPUS.read_bytes().splitlines(keepends=True)
+    # two members, as `cat a.gz b.gz` makes them
+    path.write_bytes(gzip.compress(b"".join(lines[:77])) + gzip.compress(b"".join(lines[77:])))
+    return [path]
+
+
+def zstandard_frames(folder: Path) -> list[Path]:
+    path = folder / "corpus.jsonl.zst"
+    lines = CORPUS.read_bytes().splitlines(keepends=True)
+    compress = zstandard.ZstdCompressor().compress
+    path.write_bytes(b"".join(compress(b"".join(part)) for part in (lines[:77], lines[77:])))
+    return [path]
+
+
+def parquet(folder: Path) -> list[Path]:
+    records = [json.loads(line) for line in CORPUS.read_text().splitlines()]
+    table = pyarrow.Table.from_pylist([{"title": record["title"], "text": record["text"]} for record in records])
+    pyarrow.parquet.write_table(table, folder / "corpus.parquet", row_group_size=37)
+    return [folder / "corpus.parquet"]
+
+
+def folder_of_parts(folder: Path) -> list[Path]:
+    lines = CORPUS.read_bytes().splitlines(keepends=True)
+    inside = folder / "parts" / "deep"
+    inside.mkdir(parents=True)
+    (folder / "parts" / "a.jsonl").write_bytes(b"".join(lines[:50]))
+    (inside / "b.json").write_bytes(b"\xef\xbb\xbf" + b"".join(lines[50:120]))
+    (folder / "parts" / "z.NDJSON").write_bytes(b"".join(lines[120:]).replace(b"\n", b"\r\n"))
+    (folder / "parts" / "notes.md").write_text("not a part")
+    (folder / "parts" / ".hidden.jsonl").write_text("not a part")
+    (folder / "parts" / "a.jsonl.done.json").write_text("{}")
+    return [folder / "parts"]
+
+
+def mixed(folder: Path) -> list[Path]:
+    lines = CORPUS.read_bytes().splitlines(keepends=True)
+    (folder / "a.jsonl").write_bytes(b"".join(lines[:50]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[50:90])))
+    rows = [{"text": json.loads(line)["text"]} for line in lines[90:150]]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "c.parquet")
+    for index, line in enumerate(lines[150:]):
+        text = json.loads(line)["text"].encode()
+        if index % 2:
+            (folder / f"d{index:02}.txt").write_bytes(text)
+        else:
+            (folder / f"d{index:02}.txt.zst").write_bytes(zstandard.ZstdCompressor().compress(text))
+    return [folder / "[a-c].*", folder / "d*"]
+
+
+@pytest.mark.parametrize("workers", ["2"])
+@pytest.mark.parametrize("written", [gzipped, zstandard_frames, parquet, folder_of_parts, mixed])
+def test_every_form_of_input_gives_the_same_files(
+    tmp_path: Path, written: Callable[[Path], list[Path]], workers: str
+) -> None:
+    inputs = written(tmp_path)
+    prefix = tmp_path / "out" / "x"
+    said = run(
+        "preprocess_data",
+        *("--input", *inputs, "--output-prefix", prefix, "--append-eod", "--workers", workers, *GPT2),
+    )
+    assert same_files(Path(f"{prefix}_text_document"), PREPROCESS / "gpt2_eod_text_document")
+    assert ("1 file of other endings left out" in said) == (written is folder_of_parts)
+    assert names(prefix.parent) == [f"x_text_document.{ending}" for ending in ("bin", "bin.done.json", "idx")]
+
+
+def test_the_folder_of_the_input_can_be_that_of_the_output(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "ab"}])
+    base = ["--input", tmp_path, "--output-prefix", tmp_path / "x", *BYTES]
+    run("preprocess_data", *base)
+    assert "already there and complete" in run("preprocess_data", *base)
+    write_lines(source, [{"text": "ab"}, {"text": "c"}])
+    assert "the input has changed" in run("preprocess_data", *base)
+    assert documents(tmp_path / "x_text_document") == [[97, 98], [99]]
+
+
+@pytest.mark.parametrize("size", [1, 7, 50, 10_000])
+def test_a_file_is_the_same_records_however_it_is_cut(
+    tmp_path: Path, module: Callable[[str], ModuleType], size: int
+) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n{"text": "bb"}\r\n{"text": "' + b"c" * 60 + b'"}\nbroken\n{"text": "d"}')
+    records, inputs = module("records"), module("inputs")
+    (file,) = inputs.find_inputs([str(path)], flag="--input")
+    pieces = records.pieces_of(file, size)
+    assert len(pieces) == -(-path.stat().st_size // size)
+    read = [
+        (records.count_before(piece) + record.number, *record.texts)
+        for piece in pieces
+        for block in records.read_blocks(piece, ["text"])
+        for record in block.records
+    ]
+    assert read == [(1, "a"), (3, "bb"), (4, "c" * 60), (5,), (6, "d")]
+
+
+def test_row_groups_are_the_same_records_however_they_are_cut(
+    tmp_path: Path, module: Callable[[str], ModuleType]
+) -> None:
+    table = pyarrow.table({"text": [str(number) for number in range(1000)]})
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet", row_group_size=300)
+    records, inputs = module("records"), module("inputs")
+    (file,) = inputs.find_inputs([str(tmp_path / "c.parquet")], flag="--input")
+    for size, count in ((1, 4), (1 << 30, 1)):
+        pieces = records.pieces_of(file, size)
+        assert len(pieces) == count
+        read = [
+            (records.count_before(piece) + record.number, *record.texts)
+            for piece in pieces
+            for block in records.read_blocks(piece, ["text"])
+            for record in block.records
+        ]
+        assert read == [(number + 1, str(number)) for number in range(1000)]
+        blocks = [block for piece in pieces for block in records.read_blocks(piece, ["text"])]
+        assert sum(block.size for block in blocks) == sum(piece.size for piece in pieces)
+
+
+def truncated(data: bytes) -> bytes:
+    return data[:-9]
+
+
+@pytest.mark.parametrize("keep_going", [[], ["--keep-going"]])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("c.jsonl.gz", truncated(gzip.compress(b'{"text": "a"}\n' * 99)), "truncated or damaged"),
+        ("c.jsonl.gz", b'{"text": "a"}\n', "truncated or damaged"),
+        ("c.jsonl.zst", truncated(zstandard.ZstdCompressor().compress(os.urandom(999))), "truncated or damaged"),
+        ("c.jsonl.zst", b'{"text": "a"}\n', "truncated or damaged"),
+        ("c.parquet", b'{"text": "a"}\n', "not a whole Parquet file"),
+    ],
+)
+def test_a_damaged_file_is_refused_and_never_shortened(
+    tmp_path: Path, name: str, content: bytes, message: str, keep_going: list[str]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    words = ["--input", path, "--output-prefix", tmp_path / "x", *BYTES, *keep_going]
+    assert f"error: {path}: {message}" in run("preprocess_data", *words, status=2)
+    assert names(tmp_path) == [name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input", "{folder}/c.csv"], "c.csv: its ending does not say what it holds; known are .jsonl"),
+        (["--input", "{folder}/c.parquet.gz"], "its ending does not say what it holds"),
+        (["--input", "{folder}/empty"], "empty: the folder holds no file that ends in .jsonl"),
+        (["--input", "{folder}/pipe.jsonl"], "pipe.jsonl: is not a regular file"),
+        (["--input", "{folder}", "{folder}/a.jsonl"], "a.jsonl: is named twice"),
+        (["--input", "{folder}/a.jsonl", "--keep-newlines"], "--keep-newlines: says what --split-sentences leaves"),
+        (["--input", "{folder}/t.txt", "--json-keys", "body"], "t.txt: the record has no key 'body'; its keys: 'text'"),
+        (["--input", "{folder}/l.txt"], "l.txt: byte 2 of the text is not valid UTF-8"),
+        (["--input", "{folder}/p.parquet", "--json-keys", "b"], "p.parquet: has no column 'b'; its columns: 'text'"),
+        (["--input", "{folder}/p.parquet"], "p.parquet, row 2: the value of 'text' is NoneType"),
+        (["--input", "{folder}/b.parquet"], "b.parquet, row 1: the value of 'text' is bytes, it must be a string"),
+        (["--input", "{folder}/u.parquet"], "u.parquet, row 2: the value of 'text' is bytes, it must be a string"),
+    ],
+)
+def test_what_cannot_be_read_is_said(tmp_path: Path, arguments: list[str], message: str) -> None:
+    folder = tmp_path / "in"
+    (folder / "empty").mkdir(parents=True)
+    write_lines(folder / "a.jsonl", [{"text": "a"}])
+    for name in ("c.csv", "c.parquet.gz"):
+        (folder / name).write_text("a")
+    os.mkfifo(folder / "pipe.jsonl")
+    (folder / "t.txt").write_text("a")
+    (folder / "l.txt").write_bytes(b"a\xfc")
+    invalid = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, [None, pyarrow.py_buffer(np.array([0, 1, 2], np.int32)), pyarrow.py_buffer(b"a\xfc")]
+    )
+    for name, values in (("p", ["a", None]), ("b", [b"a"]), ("u", invalid)):
+        pyarrow.parquet.write_table(pyarrow.table({"text": values}), folder / f"{name}.parquet")
+    words = [word.format(folder=folder) for word in arguments]
+    assert message in run("preprocess_data", *words, "--output-prefix", tmp_path / "x", *BYTES, status=2)
+    assert names(tmp_path) == ["in"]
+
+
+def large(path: Path, megabytes: int) -> Path:
+    """Lines of 50 kB, each with a number of its own."""
+    with path.open("w") as file:
+        for number in range(20 * megabytes):
+            file.write(json.dumps({"text": f"{number} " * (50_000 // len(f"{number} "))}) + "\n")
+    return path
+
+
+BAD_LINES = [
+    (b'{"title": "x"}', "the record has no key 'text'; its keys: 'title'"),
+    (b'{"text": null}', "the value of 'text' is NoneType, it must be a string"),
+    (b'["text"]', 'list instead of an object such as {"text": "..."}'),
+    (b'{"text": "a"', "not valid JSON: Expecting ',' delimiter at character 14 of the line"),
+    (b'{"text": "\xff"}', "byte 11 of the line is not valid UTF-8; convert the file to UTF-8"),
+    (b'{"text": "\\ud800", "title": ""}', "key 'text': character 0 of the text is the lone surrogate U+D800"),
+    (b'{"text": "good", "title": 7}', "the value of 'title' is int, it must be a string"),
+]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_run_that_keeps_going_lists_each_bad_record_and_loses_no_other(tmp_path: Path, workers: str) -> None:
+    good = b'{"text": "' + b"good" * 1000 + b'", "title": "t\\u0000"}\n'
+    many = 9_000_000 // len(good)  # more than a shard, so that lines are counted over shards
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(b"".join(good + line + b"\n\n" for line, _ in BAD_LINES) + good * many + b"{\n" + good)
+    base = ["--input", path, "--output-prefix", tmp_path / "x", "--json-keys", "text", "title", "--keep-going"]
+    said = run("preprocess_data", *base, "--workers", workers, *BYTES)
+    assert f"{tmp_path / 'x_bad_records.tsv'}: 8 bad records left out" in said
+    listed = [line.split("\t") for line in (tmp_path / "x_bad_records.tsv").read_text().splitlines()]
+    numbers = [2 + 3 * index for index in range(len(BAD_LINES))]
+    assert [(file, int(line)) for file, line, _ in listed] == [
+        (str(path), line) for line in [*numbers, 3 * len(BAD_LINES) + many + 1]
+    ]
+    for (_, _, said_problem), (_, problem) in zip(listed, BAD_LINES):
+        assert said_problem.startswith(problem)
+    for key, ids in (("text", [*b"good"] * 1000), ("title", [*b"t\0"])):
+        dataset = documents(tmp_path / f"x_{key}_document")
+        assert len(dataset) == len(BAD_LINES) + many + 1
+        assert all(document == ids for document in dataset)
+
+
+def test_texts_that_the_tokenizer_refuses_are_bad_records(tmp_path: Path) -> None:
+    texts = ["1 2", "x", "3", "99"]
+    source = write_lines(tmp_path / "c.jsonl", [{"text": text} for text in texts])
+    base = ["--input", source, "--output-prefix", tmp_path / "x", "--tokenizer-type", "NullTokenizer"]
+    error = run("preprocess_data", *base, "--vocab-size", "10", status=2)
+    assert f"{source}, line 2, key 'text': " in error.replace("line 2: key", "line 2, key")
+    run("preprocess_data", *base, "--vocab-size", "10", "--keep-going")
+    assert documents(tmp_path / "x_text_document") == [[1, 2], [3]]
+    lines = (tmp_path / "x_bad_records.tsv").read_text().splitlines()
+    assert [line.split("\t")[1] for line in lines] == ["2", "4"]
+
+
+def test_shards_with_records_left_out_are_made_again_by_a_run_that_leaves_none_out(tmp_path: Path) -> None:
+    source = large(tmp_path / "a.jsonl", 9)
+    source.write_bytes(b"{\n" + source.read_bytes())
+    last = write_lines(tmp_path / "b.txt.gz", [])
+    last.write_bytes(b"not gzip")
+    base = ["--input", source, last, "--output-prefix", tmp_path / "x", *BYTES]
+    error = run("preprocess_data", *base, "--keep-going", status=2)
+    assert "truncated or damaged" in error and (tmp_path / "x.shards").is_dir()
+    assert f"{source}, line 1: not valid JSON" in run("preprocess_data", *base, status=2)
+
+
+@pytest.mark.parametrize(("how", "workers"), [(signal.SIGKILL, "2"), (signal.SIGINT, "1")])
+def test_an_ended_run_goes_on_and_makes_no_finished_shard_again(
+    tmp_path: Path, how: signal.Signals, workers: str
+) -> None:
+    source = large(tmp_path / "c.jsonl", 30)
+    base = ["--input", source, "--append-eod", "--workers", workers, *BYTES, "--output-prefix"]
+    run("preprocess_data", *base, tmp_path / "whole")
+    process = subprocess.Popen(
+        command("preprocess_data", *base, tmp_path / "x"),
+        stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    shards = tmp_path / "x.shards"
+    deadline = time.monotonic() + 120
+    while not any(shards.glob("*.done")):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(how)
+    said, _ = process.communicate()
+    assert process.returncode == (-how if how == signal.SIGKILL else 128 + how)
+    assert b"Traceback" not in said
+    assert not any(name.startswith("x_text") for name in names(tmp_path))
+    kept = len(list(shards.glob("*.done")))
+    said = run("preprocess_data", *base, tmp_path / "x")
+    assert f"{shards}: {kept} of 4 shards are finished already" in said
+    assert same_files(tmp_path / "x_text_document", tmp_path / "whole_text_document")
+    assert not shards.exists()
+
+
+def test_a_run_that_fails_keeps_what_is_finished_until_it_succeeds(tmp_path: Path) -> None:
+    """Also with other files at fault mended, and another number of workers; not with another setting."""
+    source = large(tmp_path / "a.jsonl", 9)
+    broken = tmp_path / "b.jsonl"
+    broken.write_text("{\n")
+    base = ["--input", source, broken, "--output-prefix", tmp_path / "x", *BYTES]
+    error = run("preprocess_data", *base, status=2)
+    assert f"{broken}, line 1: not valid JSON" in error
+    shards = tmp_path / "x.shards"
+    (data,) = [path for path in shards.glob("*.bin") if path.stat().st_size > 1_000_000]
+    # A mark in the finished shard shows that it is used as it is.
+    with data.open("r+b") as file:
+        file.write(np.array([33, 33], np.uint16).tobytes())
+    write_lines(broken, [{"text": "mended"}])
+    said = run("preprocess_data", *base, "--append-eod", "--workers", "2")
+    assert "finished already" not in said and documents(tmp_path / "x_text_document")[0][:2] == [*b"0 "]
+    (tmp_path / "x_text_document.bin.done.json").unlink()
+    broken.write_text("{\n")
+    run("preprocess_data", *base, status=2)
+    (data,) = [path for path in shards.glob("*.bin") if path.stat().st_size > 1_000_000]
+    with data.open("r+b") as file:
+        file.write(np.array([33, 33], np.uint16).tobytes())
+    write_lines(broken, [{"text": "mended"}])
+    assert "1 of 2 shards are finished already" in run("preprocess_data", *base, "--workers", "2")
+    written = documents(tmp_path / "x_text_document")
+    assert written[0][:2] == [33, 33] and written[-1] == [*b"mended"]
+    assert not shards.exists()
+
+
+def test_two_runs_do_not_write_one_dataset(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "a"}])
+    (tmp_path / "x.shards").mkdir()
+    holder = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print('held', flush=True); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", holder, tmp_path / "x.shards" / "lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    try:
+        words: Arguments = ["--input", source, "--output-prefix", tmp_path / "x", *BYTES]
+        assert "--output-prefix: another run writes it" in run("preprocess_data", *words, status=2)
+    finally:
+        process.communicate(b"\n")
+
+
+def test_the_fast_tokenizer_is_used_where_it_is_exact(module: Callable[[str], ModuleType]) -> None:
+    from megatron.tokenizer.tokenizers_tokenizer import gpt2_bpe_tokenizer
+    from megatron.tokenizer.wordpiece_tokenizer import wordpiece_tokenizer
+
+    fast_tokenizer = module("fast_tokenizer")
+    gpt2 = gpt2_bpe_tokenizer(gpt2_vocab_file(), gpt2_merge_file())
+    fast, reason = fast_tokenizer.fast_tokenizer(gpt2)
+    assert fast is not None and reason == ""
+    texts = [*fast_tokenizer.telling_texts(gpt2), *(json.loads(line)["text"] for line in CORPUS.open())]
+    assert fast_tokenizer.difference(fast, fast_tokenizer.OneByOne(gpt2), texts) is None
+    bert = wordpiece_tokenizer(
+        BERT_VOCABULARY, name="BertWordPieceLowerCase", lower_case=True, include_special_tokens=True
+    )
+    fast, reason = fast_tokenizer.fast_tokenizer(bert)
+    assert fast is None and reason.startswith("fastokens does not know this tokenizer")
+
+
+def test_another_id_anywhere_is_noticed(module: Callable[[str], ModuleType]) -> None:
+    fast_tokenizer = module("fast_tokenizer")
+
+    def exact(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([ord(c) for text in texts for c in text]), np.array([len(text) for text in texts])
+
+    def other(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, lengths = exact(texts)
+        return np.where(ids == ord("x"), 1, ids), lengths
+
+    def longer(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        return exact([text.replace("x", "xx") for text in texts])
+
+    for wrong in (other, longer):
+        assert fast_tokenizer.difference(wrong, exact, ["a", "", "bxa", "c"]) == "bxa"
+        assert fast_tokenizer.difference(wrong, exact, ["a", "", "c"]) is None
+
+
+def test_a_tokenizer_that_is_not_exact_is_not_used(tmp_path: Path) -> None:
+    """The library is exchanged for one that gives 0 for everything."""
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "some words"}])
+    words = command("preprocess_data", "--input", source, "--output-prefix", tmp_path / "x", *GPT2)[1:]
+    program = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT / "tools")!r})
+import fastokens
+class Wrong:
+    from_json_str = staticmethod(lambda text: Wrong())
+    def encode_batch_flat(self, texts, **options):
+        return bytes(4 * len(texts)), b"".join(i.to_bytes(8, "little") for i in range(len(texts) + 1))
+fastokens.Tokenizer = Wrong
+sys.argv = {words!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fastokens gives other ids than tokenizers" in done.stdout
+    assert documents(tmp_path / "x_text_document") == [[11246, 2456]]
+
+
+def test_the_tool_imports_no_torch(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "One. Two."}])
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "c.parquet")
+    words = ["--input", source, tmp_path / "c.parquet", "--output-prefix", tmp_path / "x", "--split-sentences", *GPT2]
+    program = (
+        f"import runpy, sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); "
+        f"sys.argv = {command('preprocess_data', *words)[1:]!r}; "
+        "runpy.run_path(sys.argv[0], run_name='__main__'); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,90 @@
+"""Which files an input names. What a file holds is said by its ending."""
+
+import glob
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from command_line import say
+from text_tools import is_record
+
+from megatron.config.problems import UserError, counted
+
+# JSON lines: a document a line. Text: a document a file. Parquet: a document a row.
+Format = Literal["lines", "text", "parquet"]
+Compression = Literal["", ".gz", ".zst"]
+_FORMATS: dict[str, Format] = {
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".json": "lines",
+    ".txt": "text",
+    ".parquet": "parquet",
+}
+_COMPRESSIONS: tuple[Compression, ...] = (".gz", ".zst")
+ENDINGS = f"{', '.join(_FORMATS)}, those of JSON and text also with {' or '.join(_COMPRESSIONS)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputFile:
+    path: Path
+    format: Format
+    compression: Compression
+
+
+def find_inputs(arguments: Sequence[str], *, flag: str) -> list[InputFile]:
+    """The files that paths, folders and glob patterns name.
+
+    They come in the order given; those of a folder, with the folders in it, and of a pattern sorted. In a folder
+    hidden files and files of other endings are left out, the latter with a line that says how many.
+
+    Raises:
+        UserError: an argument names nothing, a file has an ending that says nothing, or is named twice.
+    """
+    found = list(_find(arguments, flag))
+    seen: set[Path] = set()
+    for file in found:
+        real = file.path.resolve()
+        if real in seen:
+            raise UserError(f"{flag} {file.path}: is named twice; each of its documents would be there twice")
+        seen.add(real)
+    return found
+
+
+def _find(arguments: Iterable[str], flag: str) -> Iterator[InputFile]:
+    for argument in arguments:
+        path = Path(argument)
+        if path.is_dir():
+            yield from _files_of_folder(path, flag)
+            continue
+        matches = [path] if path.exists() else map(Path, sorted(glob.glob(argument, recursive=True)))
+        files = [match for match in matches if not (match.is_dir() or is_record(match))]
+        if not files:
+            raise UserError(f"{flag} {argument}: there is no such file")
+        for file in files:
+            if not file.is_file():
+                raise UserError(f"{flag} {file}: is not a regular file; write what it gives to a file first")
+            if (known := _known(file)) is None:
+                raise UserError(f"{flag} {file}: its ending does not say what it holds; known are {ENDINGS}")
+            yield known
+
+
+def _files_of_folder(folder: Path, flag: str) -> Iterator[InputFile]:
+    inside = [path for path in sorted(folder.rglob("*")) if path.is_file() and not is_record(path)]
+    visible = [path for path in inside if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    known = [file for path in visible if (file := _known(path)) is not None]
+    if not known:
+        raise UserError(f"{flag} {folder}: the folder holds no file that ends in {ENDINGS}")
+    if others := len(visible) - len(known):
+        say(f"{folder}: {counted(others, 'file')} of other endings left out")
+    yield from known
+
+
+def _known(path: Path) -> InputFile | None:
+    name = path.name.lower()
+    compression: Compression = next((ending for ending in _COMPRESSIONS if name.endswith(ending)), "")
+    name = name.removesuffix(compression)
+    kind = next((kind for ending, kind in _FORMATS.items() if name.endswith(ending)), None)
+    if kind is None or (kind == "parquet" and compression):
+        return None
+    return InputFile(path=path, format=kind, compression=compression)

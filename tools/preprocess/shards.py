@@ -1,0 +1,186 @@
+"""Shards: parts of the input that are tokenized by themselves, each into token files of its own.
+
+Note [Which shard is it]
+A shard is named by a digest of all that its content depends on: which bytes of which files, their sizes and times, and
+the settings. Its record is written last, so a shard that has one is whole, and is that of the same work whoever made
+it and with how many workers. A run that goes on where another ended makes those that have none; a file that has
+changed since, or another setting, leads to other names.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.config.problems import UserError
+from megatron.core.whole_file import whole_file
+from megatron.data.indexed_dataset import IndexedDatasetWriter
+from preprocess.encoder import Documents, Encoder
+from preprocess.fast_tokenizer import BatchTokenizer
+from preprocess.inputs import InputFile
+from preprocess.records import Block, Piece, Record, pieces_of, read_blocks
+
+# Small enough that few workers share out a small input evenly and a kill costs little; of a large one there are
+# some thousands.
+SMALLEST_BYTES = 8 << 20
+MOST_SHARDS = 4096
+# The most that one shard collects of small files, each of which is opened by itself.
+MOST_PIECES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    name: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of input."""
+        return sum(piece.size for piece in self.pieces)
+
+    def prefix(self, folder: Path, key: int) -> Path:
+        """Of its token files for the key of that number."""
+        return folder / f"{self.name}-{key}"
+
+
+class BadRecord(Exception):
+    """A record that is no document: of the piece `piece` of a shard, line or row `number`."""
+
+    def __init__(self, shard: Shard, piece: int, number: int, problem: str) -> None:
+        super().__init__(shard, piece, number, problem)  # all of them, so that it passes from process to process
+        self.piece, self.number, self.problem = shard.pieces[piece], number, problem
+
+
+class Bad(NamedTuple):
+    """A record that was left out."""
+
+    piece: int
+    number: int
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRecord:
+    """What a shard came to.
+
+    Attributes:
+        tokens: of each key.
+        rows: lines or rows of each piece.
+    """
+
+    documents: int
+    tokens: list[int]
+    rows: list[int]
+    bad: list[Bad]
+
+
+def plan_shards(files: Sequence[InputFile], settings: object) -> list[Shard]:
+    """The shards of the input, in its order; with the same input and settings always the same.
+
+    Args:
+        settings: plain JSON, all but the input that the tokens depend on.
+    """
+    total = sum(file.path.stat().st_size for file in files)
+    size = max(SMALLEST_BYTES, -(-total // MOST_SHARDS))
+    runs: list[list[Piece]] = []
+    room = 0
+    for piece in (piece for file in files for piece in pieces_of(file, size)):
+        if room <= 0 or len(runs[-1]) == MOST_PIECES:
+            runs.append([])
+            room = size
+        runs[-1].append(piece)
+        room -= piece.size
+    return [Shard(name=_name(run, settings), pieces=tuple(run)) for run in runs]
+
+
+def _name(pieces: Sequence[Piece], settings: object) -> str:
+    states = []
+    for piece in pieces:
+        state = piece.file.path.stat()
+        states.append([str(piece.file.path.absolute()), state.st_size, state.st_mtime_ns, piece.begin, piece.end])
+    return hashlib.sha256(json.dumps([settings, states]).encode()).hexdigest()[:32]
+
+
+def finished(shard: Shard, folder: Path) -> ShardRecord | None:
+    """What a shard came to that is there already, None when it is not."""
+    try:
+        values = json.loads(_record_path(shard, folder).read_text())
+    except FileNotFoundError:
+        return None
+    return ShardRecord(**{**values, "bad": [Bad(*bad) for bad in values["bad"]]})
+
+
+def make_shard(
+    shard: Shard,
+    folder: Path,
+    encoder: Encoder,
+    tokenize: BatchTokenizer,
+    *,
+    dtype: np.dtype[np.integer],
+    keep_going: bool,
+    made: Callable[[int, int, int], object],
+) -> ShardRecord:
+    """Write the token files of a shard, one dataset a key, and last its record.
+
+    Args:
+        keep_going: leave bad records out, and say so in the record.
+        made: gets after each step the bytes of input, documents and tokens so far; what it raises ends it.
+
+    Raises:
+        BadRecord: where `keep_going` is off.
+        UserError: a file is damaged.
+    """
+    size = documents = 0
+    tokens = [0 for _ in encoder.keys]
+    rows = [0 for _ in shard.pieces]
+    left_out: list[Bad] = []
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(IndexedDatasetWriter(shard.prefix(folder, key), dtype=dtype))
+            for key in range(len(encoder.keys))
+        ]
+        for piece, block in _blocks(shard, encoder.keys):
+            encoded, bad = _encode(block.records, encoder, tokenize)
+            if bad and not keep_going:
+                raise BadRecord(shard, piece, *bad[0])
+            left_out += [Bad(piece, number, problem) for number, problem in bad]
+            for key, (writer, parts) in enumerate(zip(writers, encoded)):
+                writer.add_documents(*parts)
+                tokens[key] += parts.ids.size
+            documents += encoded[0].sequences.size
+            rows[piece] += block.rows
+            size += block.size
+            made(size, documents, sum(tokens))
+    record = ShardRecord(documents=documents, tokens=tokens, rows=rows, bad=left_out)
+    with whole_file(_record_path(shard, folder)) as file:
+        file.write(json.dumps(asdict(record)).encode())
+    return record
+
+
+def _blocks(shard: Shard, keys: Sequence[str]) -> Iterator[tuple[int, Block]]:
+    for index, piece in enumerate(shard.pieces):
+        for block in read_blocks(piece, keys):
+            yield index, block
+
+
+def _encode(
+    records: Sequence[Record], encoder: Encoder, tokenize: BatchTokenizer
+) -> tuple[list[Documents], list[tuple[int, str]]]:
+    """The documents of each key, and number and problem of each record that is none."""
+    good = [record for record in records if not record.problem]
+    bad = [(record.number, record.problem) for record in records if record.problem]
+    try:
+        return encoder(good, tokenize), bad
+    except UserError:
+        refusals = [(record, encoder.refusal(record, tokenize)) for record in good]
+    bad += [(record.number, refusal) for record, refusal in refusals if refusal]
+    return encoder([record for record, refusal in refusals if not refusal], tokenize), sorted(bad)
+
+
+def _record_path(shard: Shard, folder: Path) -> Path:
+    return folder / f"{shard.name}.done"  # not .json: an input may be the folder in which this one stands
