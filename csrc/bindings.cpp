@@ -12,6 +12,8 @@
 #include <utility>
 
 #include "activation.h"
+#include "bert_mapping.h"
+#include "blend_index.h"
 #include "cross_entropy.h"
 #include "fused_adam.h"
 #include "grad_norm.h"
@@ -26,61 +28,90 @@ namespace {
 template <typename T>
 using Array = py::array_t<T, py::array::c_style>;  // noconvert below: a silent copy of gigabytes is an error
 
+// Output arrays are the caller's, who may have them in a file.
 template <typename Document, typename Boundary>
-Array<Boundary> sample_index(const Array<std::int32_t>& lengths, const Array<Document>& documents,
-                             std::int64_t sequence_length, std::int64_t extra_tokens, std::int64_t total_tokens,
-                             std::int64_t num_samples) {
-  Array<Boundary> boundaries({static_cast<py::ssize_t>(num_samples + 1), static_cast<py::ssize_t>(2)});
+void sample_index(const Array<std::int32_t>& lengths, const Array<Document>& documents, std::int64_t sequence_length,
+                  std::int64_t extra_tokens, std::int64_t total_tokens, std::int64_t num_samples,
+                  std::int64_t threads, Array<Boundary>& boundaries) {
+  if (boundaries.size() != 2 * (num_samples + 1)) throw std::invalid_argument("boundaries of another size");
   const auto* lengths_data = lengths.data();
   const auto* documents_data = documents.data();
   auto* boundaries_data = boundaries.mutable_data();
   const auto num_sequences = static_cast<std::int64_t>(lengths.size());
   const auto num_documents = static_cast<std::int64_t>(documents.size());
-  {
-    py::gil_scoped_release unlocked;
-    megatron::build_sample_index(lengths_data, num_sequences, documents_data, num_documents, sequence_length,
-                                 extra_tokens, total_tokens, num_samples, boundaries_data);
-  }
-  return boundaries;
+  py::gil_scoped_release unlocked;
+  megatron::build_sample_index(lengths_data, num_sequences, documents_data, num_documents, sequence_length,
+                               extra_tokens, total_tokens, num_samples, threads, boundaries_data);
 }
 
-template <typename Document>
-void define_sample_index(py::module_& module) {
-  module.def("build_sample_index_int32", &sample_index<Document, std::int32_t>, py::arg("lengths").noconvert(),
-             py::arg("documents").noconvert(), py::arg("sequence_length"), py::arg("extra_tokens"),
-             py::arg("total_tokens"), py::arg("num_samples"));
-  module.def("build_sample_index_int64", &sample_index<Document, std::int64_t>, py::arg("lengths").noconvert(),
-             py::arg("documents").noconvert(), py::arg("sequence_length"), py::arg("extra_tokens"),
-             py::arg("total_tokens"), py::arg("num_samples"));
+template <typename Document, typename Boundary>
+void define_sample_index(py::module_& module, const char* name) {
+  module.def(name, &sample_index<Document, Boundary>, py::arg("lengths").noconvert(), py::arg("documents").noconvert(),
+             py::arg("sequence_length"), py::arg("extra_tokens"), py::arg("total_tokens"), py::arg("num_samples"),
+             py::arg("threads"), py::arg("boundaries").noconvert());
 }
 
-py::tuple blend_index(const Array<double>& weights, std::int64_t size) {
-  Array<std::int16_t> dataset_index(static_cast<py::ssize_t>(size));
-  Array<std::int64_t> dataset_sample_index(static_cast<py::ssize_t>(size));
-  const auto* weights_data = weights.data();
-  auto* index_data = dataset_index.mutable_data();
-  auto* sample_data = dataset_sample_index.mutable_data();
-  const auto num_datasets = static_cast<std::int64_t>(weights.size());
-  {
-    py::gil_scoped_release unlocked;
-    megatron::build_blend_index(weights_data, num_datasets, size, index_data, sample_data);
-  }
-  return py::make_tuple(dataset_index, dataset_sample_index);
+// Defines `name`(shares, dataset_index, dataset_sample_index, plan…), where `run` gets plain pointers.
+template <typename Share, typename Run>
+void define_blend_index(py::module_& module, const char* name, Run run) {
+  module.def(
+      name,
+      [run](const Array<Share>& shares, Array<std::int16_t>& dataset_index, Array<std::int64_t>& dataset_sample_index,
+            std::int64_t threads, std::int64_t chunk, const std::string& instruction_set) {
+        if (dataset_index.size() != dataset_sample_index.size()) throw std::invalid_argument("indices of two sizes");
+        const auto* shares_data = shares.data();
+        auto* index_data = dataset_index.mutable_data();
+        auto* sample_data = dataset_sample_index.mutable_data();
+        const auto num_datasets = static_cast<std::int64_t>(shares.size());
+        const auto size = static_cast<std::int64_t>(dataset_index.size());
+        const megatron::BlendPlan plan{threads, chunk, instruction_set};
+        py::gil_scoped_release unlocked;
+        run(shares_data, num_datasets, size, plan, index_data, sample_data);
+      },
+      py::arg("shares").noconvert(), py::arg("dataset_index").noconvert(), py::arg("dataset_sample_index").noconvert(),
+      py::kw_only(), py::arg("threads"), py::arg("chunk") = 0, py::arg("instruction_set") = "best");
 }
 
-py::tuple exhaustive_blend_index(const Array<std::int64_t>& sizes) {
-  const auto* sizes_data = sizes.data();
-  const auto num_datasets = static_cast<std::int64_t>(sizes.size());
-  const std::int64_t size = std::accumulate(sizes_data, sizes_data + num_datasets, std::int64_t{0});
-  Array<std::int16_t> dataset_index(static_cast<py::ssize_t>(size));
-  Array<std::int64_t> dataset_sample_index(static_cast<py::ssize_t>(size));
-  auto* index_data = dataset_index.mutable_data();
-  auto* sample_data = dataset_sample_index.mutable_data();
-  {
-    py::gil_scoped_release unlocked;
-    megatron::build_exhaustive_blend_index(sizes_data, num_datasets, index_data, sample_data);
-  }
-  return py::make_tuple(dataset_index, dataset_sample_index);
+megatron::Sentences sentences(const Array<std::int32_t>& lengths, const Array<std::int64_t>& documents,
+                              std::int64_t sequence_length, std::int64_t short_every, std::int64_t least_sentences,
+                              std::int64_t requested, std::uint32_t seed) {
+  return {lengths.data(),
+          static_cast<std::int64_t>(lengths.size()),
+          documents.data(),
+          static_cast<std::int64_t>(documents.size()) - 1,
+          sequence_length,
+          short_every,
+          least_sentences,
+          requested,
+          seed};
+}
+
+// Defines `name`(lengths, documents, walk…, extra…), where `run` gets the sentences.
+template <typename... Extra, typename Run, typename... ExtraNames>
+void define_bert_walk(py::module_& module, const char* name, Run run, const ExtraNames&... extra_names) {
+  module.def(
+      name,
+      [run](const Array<std::int32_t>& lengths, const Array<std::int64_t>& documents, std::int64_t sequence_length,
+            std::int64_t short_every, std::int64_t least_sentences, std::int64_t requested, std::uint32_t seed,
+            Extra&... extra) {
+        return run(sentences(lengths, documents, sequence_length, short_every, least_sentences, requested, seed),
+                   extra...);
+      },
+      py::arg("lengths").noconvert(), py::arg("documents").noconvert(), py::arg("sequence_length"),
+      py::arg("short_every"), py::arg("least_sentences"), py::arg("requested"), py::arg("seed"), extra_names...);
+}
+
+template <typename Row>
+void define_bert_mapping(py::module_& module, const char* name) {
+  define_bert_walk<Array<Row>>(
+      module, name,
+      [](const megatron::Sentences& of, Array<Row>& rows) {
+        Row* rows_data = rows.mutable_data();
+        const auto num_samples = static_cast<std::int64_t>(rows.shape(0));
+        py::gil_scoped_release unlocked;
+        megatron::build_bert_mapping(of, num_samples, rows_data);
+      },
+      py::arg("rows").noconvert());
 }
 
 // Address and type of a tensor, such as (tensor.data_ptr(), "float32"); (0, "") for none.
@@ -355,8 +386,22 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "Compiled operators of megatron; each has a reference in Python beside its caller.";
   define_kernels(module);
   define_activation_kernels(module);
-  define_sample_index<std::int32_t>(module);
-  define_sample_index<std::int64_t>(module);
-  module.def("build_blend_index", &blend_index, py::arg("weights").noconvert(), py::arg("size"));
-  module.def("build_exhaustive_blend_index", &exhaustive_blend_index, py::arg("sizes").noconvert());
+  define_sample_index<std::int32_t, std::int32_t>(module, "build_sample_index_int32");
+  define_sample_index<std::int64_t, std::int32_t>(module, "build_sample_index_int32");
+  define_sample_index<std::int32_t, std::int64_t>(module, "build_sample_index_int64");
+  define_sample_index<std::int64_t, std::int64_t>(module, "build_sample_index_int64");
+  define_blend_index<double>(module, "build_blend_index", megatron::build_blend_index);
+  define_blend_index<std::int64_t>(module, "build_exhaustive_blend_index",
+                                   [](const std::int64_t* sizes, std::int64_t num_datasets, std::int64_t,
+                                      const megatron::BlendPlan& plan, std::int16_t* dataset_index,
+                                      std::int64_t* dataset_sample_index) {
+                                     megatron::build_exhaustive_blend_index(sizes, num_datasets, plan, dataset_index,
+                                                                            dataset_sample_index);
+                                   });
+  define_bert_walk<>(module, "count_bert_samples", [](const megatron::Sentences& sentences) {
+    py::gil_scoped_release unlocked;
+    return megatron::count_bert_samples(sentences);
+  });
+  define_bert_mapping<std::uint32_t>(module, "build_bert_mapping_uint32");
+  define_bert_mapping<std::uint64_t>(module, "build_bert_mapping_uint64");
 }

@@ -1,4 +1,4 @@
-// Indices that say which tokens make up which training sample. Plain pointers and sizes; see index_builder.cpp.
+// Which tokens make up which training sample. Plain pointers and sizes; see index_builder.cpp.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +17,7 @@ namespace megatron {
 template <typename Document, typename Boundary>
 void build_sample_index(const std::int32_t* lengths, std::int64_t num_sequences, const Document* documents,
                         std::int64_t num_documents, std::int64_t sequence_length, std::int64_t extra_tokens,
-                        std::int64_t total_tokens, std::int64_t num_samples, Boundary* boundaries);
-
-// Draw `size` samples from several datasets so that the share of each stays as near to its weight as it can be at every
-// point: sample k comes from the dataset that is furthest behind, the lowest of equals.
-void build_blend_index(const double* weights, std::int64_t num_datasets, std::int64_t size,
-                       std::int16_t* dataset_index, std::int64_t* dataset_sample_index);
-
-// The same with weights proportional to `sizes`, leaving a dataset out once it is spent, until all are.
-void build_exhaustive_blend_index(const std::int64_t* sizes, std::int64_t num_datasets, std::int16_t* dataset_index,
-                                  std::int64_t* dataset_sample_index);
+                        std::int64_t total_tokens, std::int64_t num_samples, std::int64_t threads,
+                        Boundary* boundaries);
 
 }  // namespace megatron

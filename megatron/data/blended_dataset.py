@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config.problems import UserError
-from megatron.data.index_builder import build_blend_index, build_exhaustive_blend_index, derived_seed
-from megatron.data.index_cache import Arrays, IndexCache
+from megatron.data.index_builder import Allocate, build_blend_index, build_exhaustive_blend_index, derived_seed
+from megatron.data.index_cache import IndexCache
 from megatron.data.sample_dataset import SampleDataset
 from megatron.data.splits import normalize
 
@@ -81,9 +81,8 @@ def blend_by_weights(
     """
     shares = normalize([float(weight) for weight in weights])
 
-    def build() -> Arrays:
-        dataset_index, dataset_sample_index = build_blend_index(shares, size)
-        return {"dataset_index": dataset_index, "dataset_sample_index": dataset_sample_index}
+    def build(allocate: Allocate) -> None:
+        build_blend_index(shares, size, allocate)
 
     # By bits: a share printed with fewer digits could name another order.
     arrays = cache.get("BlendedDataset", {"shares": [share.hex() for share in shares], "size": size}, build)
@@ -107,14 +106,16 @@ def blend_by_size(
         nothing = np.empty(0, dtype=np.int64)
         return BlendedDataset(datasets, names, nothing.astype(np.int16), nothing)
 
-    def build() -> Arrays:
+    def build(allocate: Allocate) -> None:
         if size is None:
-            chosen, dataset_sample_index = build_exhaustive_blend_index(counts)
+            chosen, _ = build_exhaustive_blend_index(counts, allocate)
         else:
             shares = normalize([float(count) for count in counts])
-            chosen, dataset_sample_index = build_blend_index(shares, min(size, sum(counts)))
+            chosen, _ = build_blend_index(shares, min(size, sum(counts)), allocate)
         numbers = np.asarray(present, dtype=np.int16)
-        return {"dataset_index": numbers[chosen], "dataset_sample_index": dataset_sample_index}
+        for begin in range(0, len(chosen), _COUNT_AT_ONCE):
+            part = chosen[begin : begin + _COUNT_AT_ONCE]
+            part[:] = numbers[part]
 
     arrays = cache.get("BlendedDataset", {"sizes": sizes, "size": size}, build)
     return BlendedDataset(datasets, names, arrays["dataset_index"], arrays["dataset_sample_index"])

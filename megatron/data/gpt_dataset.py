@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron.config.problems import UserError
 from megatron.data.index_builder import (
+    Allocate,
     EpochPlan,
     IntArray,
     build_document_index,
@@ -126,7 +124,7 @@ def build_gpt_index(
         ValueError: the split has no token.
     """
 
-    def build() -> Mapping[str, npt.NDArray[Any]]:
+    def build(allocate: Allocate) -> None:
         documents = as_indices(elements)
         tokens_per_epoch = int(source.sequence_lengths[elements.start : elements.stop].sum(dtype=np.int64))
         plan = plan_epochs(
@@ -140,21 +138,17 @@ def build_gpt_index(
         if plan.num_samples >= _SAMPLES_OF_SECONDS:
             logger.info("building an index of %s samples for %s", f"{plan.num_samples:,}", split.value)
         random = np.random.RandomState(seed)
-        document_index = build_document_index(documents, plan, random)
-        sample_index = build_sample_index(
+        document_index = build_document_index(documents, plan, random, allocate)
+        build_sample_index(
             source.sequence_lengths,
             document_index,
             sequence_length=sequence_length,
             num_samples=plan.num_samples,
             total_tokens=plan.num_epochs * tokens_per_epoch,
             extra_tokens=extra_tokens,
+            allocate=allocate,
         )
-        shuffle_index = build_shuffle_index(plan, random)
-        return {
-            "document_index": document_index,
-            "sample_index": sample_index,
-            "shuffle_index": shuffle_index,
-        }
+        build_shuffle_index(plan, random, allocate)
 
     description = {
         "version": _INDEX_VERSION,

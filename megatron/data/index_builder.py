@@ -2,13 +2,17 @@
 
 The sample walk and the blends have compiled versions (csrc/index_builder.cpp); the references here give the
 same numbers. The shuffles are numpy's own compiled `RandomState.shuffle`, whose stream numpy has frozen.
+
+Each builder asks its caller for the arrays that it fills, who may have them in a file (`IndexCache`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +25,21 @@ IntArray = npt.NDArray[np.integer]
 _INT32_MAX = np.iinfo(np.int32).max
 _UINT32_MAX = np.iinfo(np.uint32).max
 MAX_BLENDED_DATASETS = np.iinfo(np.int16).max - 1
+
+
+_FILL_AT_ONCE = 1 << 20
+_MOST_THREADS = 32  # of one index: more wait for the memory
+
+
+class Allocate(Protocol):
+    """Gives an array to fill, once for each name."""
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]: ...
+
+
+def in_memory(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """The `Allocate` of who wants no file."""
+    return np.empty(shape, dtype)
 
 
 def derived_seed(seed: int, *parts: object) -> int:
@@ -98,42 +117,51 @@ def plan_epochs(
     )
 
 
-def build_document_index(documents: IntArray, plan: EpochPlan, random: np.random.RandomState) -> IntArray:
+def build_document_index(
+    documents: IntArray, plan: EpochPlan, random: np.random.RandomState, allocate: Allocate = in_memory
+) -> IntArray:
     """The order in which documents are read: all epochs shuffled together, or the last one by itself.
 
     Args:
         documents: [d] indices of the split's documents.
         random: advanced by one shuffle, or two where the final epoch is separate.
+        allocate: asked for `document_index`.
 
     Returns:
         [num_epochs * d] int32 (int64 where the indices need it).
     """
     wide = documents.size > 0 and int(documents.max()) > _INT32_MAX
-    documents = documents.astype(np.int64) if wide else documents.astype(np.int32)
-    if not plan.separate_final_epoch:
-        order: IntArray = np.tile(documents, plan.num_epochs)
-        random.shuffle(order)
-        return order
-    first, last = np.tile(documents, plan.num_epochs - 1), documents
-    random.shuffle(first)
-    random.shuffle(last)
-    return np.concatenate((first, last))
+    order: IntArray = allocate("document_index", (plan.num_epochs * documents.size,), np.int64 if wide else np.int32)
+    order.reshape(plan.num_epochs, documents.size)[:] = documents
+    together = plan.num_epochs - 1 if plan.separate_final_epoch else plan.num_epochs
+    _shuffle(order, together * documents.size, random)
+    return order
 
 
-def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> IntArray:
+def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState, allocate: Allocate = in_memory) -> IntArray:
     """The order in which samples are served: a permutation, in two parts where the last epoch is separate.
+
+    Args:
+        allocate: asked for `shuffle_index`.
 
     Returns:
         [num_samples] uint32 (int64 from 2**32 - 2 samples on).
     """
     dtype = np.int64 if plan.num_samples >= _UINT32_MAX - 1 else np.uint32
-    first: IntArray = np.arange(plan.samples_before_final_epoch, dtype=dtype)
-    random.shuffle(first)
-    if plan.samples_before_final_epoch == plan.num_samples:
-        return first
-    last: IntArray = np.arange(plan.samples_before_final_epoch, plan.num_samples, dtype=dtype)
-    random.shuffle(last)
-    return np.concatenate((first, last))
+    order: IntArray = allocate("shuffle_index", (plan.num_samples,), dtype)
+    for begin in range(0, plan.num_samples, _FILL_AT_ONCE):
+        end = min(begin + _FILL_AT_ONCE, plan.num_samples)
+        order[begin:end] = np.arange(begin, end, dtype=dtype)
+    _shuffle(order, plan.samples_before_final_epoch, random)
+    return order
+
+
+def _shuffle(order: IntArray, border: int, random: np.random.RandomState) -> None:
+    """The part before the border, and what follows if anything does. numpy is fast for its plain arrays only."""
+    plain = np.asarray(order)
+    random.shuffle(plain[:border])
+    if border < plain.size:
+        random.shuffle(plain[border:])
 
 
 def build_sample_index(
@@ -144,6 +172,7 @@ def build_sample_index(
     num_samples: int,
     total_tokens: int,
     extra_tokens: int = 1,
+    allocate: Allocate = in_memory,
 ) -> IntArray:
     """Where samples start and end: row k is (position in document_index, token offset) where sample k starts.
 
@@ -152,6 +181,7 @@ def build_sample_index(
         document_index: [m] reading order.
         num_samples: samples to place; the last one may be short.
         total_tokens: tokens in the whole reading order.
+        allocate: asked for `sample_index`.
 
     Returns:
         [num_samples + 1, 2] int32, int64 where positions or offsets need it. Samples share their border token
@@ -166,24 +196,33 @@ def build_sample_index(
         f"build_sample_index_{np.dtype(dtype).name}",
         reference_cost="about six times the time to index a corpus",
     )
+    rows: IntArray = allocate("sample_index", (num_samples + 1, 2), dtype)
     if build is None:
-        return sample_index_reference(
+        rows[:] = sample_index_reference(
             lengths,
             document_index,
             sequence_length=sequence_length,
             num_samples=num_samples,
             total_tokens=total_tokens,
             extra_tokens=extra_tokens,
-        ).astype(dtype)
-    rows: IntArray = build(
+        )
+        return rows
+    build(
         np.require(lengths, np.int32, ["C", "A"]),  # in an .idx file they are not aligned
         np.require(document_index, None, ["C", "A"]),
         sequence_length=sequence_length,
         extra_tokens=extra_tokens,
         total_tokens=total_tokens,
         num_samples=num_samples,
+        threads=_threads(),
+        boundaries=rows,
     )
     return rows
+
+
+def _threads() -> int:
+    """All cores of this process: the other processes of its node wait for the index."""
+    return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
 
 
 def sample_index_reference(
@@ -213,13 +252,17 @@ def sample_index_reference(
     return rows
 
 
-def build_blend_index(weights: Sequence[float], size: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+BlendIndex = tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]
+
+
+def build_blend_index(weights: Sequence[float], size: int, allocate: Allocate = in_memory) -> BlendIndex:
     """Which dataset each of `size` blended samples comes from, and which of its samples it is.
 
     Greedy and without chance: sample k comes from the dataset that is furthest behind weight * k.
 
     Args:
         weights: one positive share a dataset, of sum 1.
+        allocate: asked for `dataset_index` and `dataset_sample_index`.
 
     Returns:
         dataset index [size] int16 and sample index within it [size] int64.
@@ -231,15 +274,19 @@ def build_blend_index(weights: Sequence[float], size: int) -> tuple[npt.NDArray[
     checked = np.asarray(weights, dtype=np.float64)
     _check_blend(checked)
     build = compiled_function("build_blend_index", reference_cost="about 3 s a million samples of a blend")
+    index = _allocate_blend(size, allocate)
     if build is None:
-        return blend_index_reference(checked, size)
-    dataset_index, dataset_sample_index = build(checked, size)
-    return dataset_index, dataset_sample_index
+        index[0][:], index[1][:] = blend_index_reference(checked, size)
+    else:
+        build(checked, *index, threads=_threads())
+    return index
 
 
-def blend_index_reference(
-    weights: npt.NDArray[np.float64], size: int
-) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+def _allocate_blend(size: int, allocate: Allocate) -> BlendIndex:
+    return allocate("dataset_index", (size,), np.int16), allocate("dataset_sample_index", (size,), np.int64)
+
+
+def blend_index_reference(weights: npt.NDArray[np.float64], size: int) -> BlendIndex:
     """`build_blend_index` in numpy, a sample at a time."""
     dataset_index = np.zeros(size, dtype=np.int16)
     dataset_sample_index = np.zeros(size, dtype=np.int64)
@@ -252,9 +299,7 @@ def blend_index_reference(
     return dataset_index, dataset_sample_index
 
 
-def build_exhaustive_blend_index(
-    sizes: Sequence[int],
-) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+def build_exhaustive_blend_index(sizes: Sequence[int], allocate: Allocate = in_memory) -> BlendIndex:
     """`build_blend_index` with shares proportional to `sizes`, drawing every sample exactly once.
 
     Raises:
@@ -264,15 +309,15 @@ def build_exhaustive_blend_index(
     checked = np.asarray(sizes, dtype=np.int64)
     _check_blend(checked)
     build = compiled_function("build_exhaustive_blend_index", reference_cost="about 3 s a million samples of a blend")
+    index = _allocate_blend(int(checked.sum()), allocate)
     if build is None:
-        return exhaustive_blend_index_reference(checked)
-    dataset_index, dataset_sample_index = build(checked)
-    return dataset_index, dataset_sample_index
+        index[0][:], index[1][:] = exhaustive_blend_index_reference(checked)
+    else:
+        build(checked, *index, threads=_threads())
+    return index
 
 
-def exhaustive_blend_index_reference(
-    sizes: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+def exhaustive_blend_index_reference(sizes: npt.NDArray[np.int64]) -> BlendIndex:
     """`build_exhaustive_blend_index` in numpy, a sample at a time."""
     size = int(sizes.sum())
     dataset_index = np.zeros(size, dtype=np.int16)

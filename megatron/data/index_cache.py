@@ -22,6 +22,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
+import os
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +35,14 @@ import numpy.typing as npt
 
 from megatron.config.problems import UserError
 from megatron.core.file_lock import NoLocksError, holder_of, try_lock
-from megatron.core.whole_file import whole_file
+from megatron.core.whole_file import WholeFile, whole_file
+from megatron.data.index_builder import Allocate, in_memory
 
 logger = logging.getLogger(__name__)
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+Build = Callable[[Allocate], None]
+"""Fills the arrays of an entry, which it asks for by their names."""
 
 _POLL_SECONDS = (0.02, 0.5)  # the first and the longest pause: thousands of ranks may poll one file system
 _REPORT_SECONDS = 5.0
@@ -61,13 +66,13 @@ class IndexCache:
         self._required = folder is not None
         self._folders = [folder] if folder is not None else list(defaults)
 
-    def get(self, kind: str, description: Mapping[str, object], build: Callable[[], Arrays]) -> Arrays:
+    def get(self, kind: str, description: Mapping[str, object], build: Build) -> Arrays:
         """The arrays of the entry, mapped from disk where possible.
 
         Args:
             kind: a readable part of the file names, such as `GPTDataset-train`.
             description: all that the arrays depend on, as JSON values; its checksum names the entry.
-            build: makes the arrays; called in one process a file system.
+            build: fills the arrays, which are those of the files; called in one process a file system.
 
         Raises:
             UserError: the folder that was asked for can not be written.
@@ -94,10 +99,21 @@ class IndexCache:
                 "--data-cache-path names a folder for it",
                 name,
             )
-        return build()
+        return _built_in_memory(build)
 
 
-def _build_once(folder: Path, name: str, description: str, build: Callable[[], Arrays]) -> Arrays:
+def _built_in_memory(build: Build) -> Arrays:
+    arrays: dict[str, npt.NDArray[Any]] = {}
+
+    def allocate(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        arrays[name] = in_memory(name, shape, dtype)
+        return arrays[name]
+
+    build(allocate)
+    return arrays
+
+
+def _build_once(folder: Path, name: str, description: str, build: Build) -> Arrays:
     """Take the entry's lock and build it, or wait for the process that does.
 
     Raises:
@@ -121,12 +137,11 @@ def _build_once(folder: Path, name: str, description: str, build: Callable[[], A
         waiting.pause()
 
 
-def _found_or_built(folder: Path, name: str, description: str, build: Callable[[], Arrays]) -> Arrays:
+def _found_or_built(folder: Path, name: str, description: str, build: Build) -> Arrays:
     found = _load(folder, name)  # built between the look-up and the lock
     if found is None:
         started = time.monotonic()
-        arrays = build()
-        _store(folder, name, description, arrays)
+        _store(folder, name, description, build)
         logger.info("built index %s in %.1f s", folder / name, time.monotonic() - started)
         found = _load(folder, name)
     if found is None:
@@ -151,21 +166,47 @@ class _Waiting:
         self._pause = min(1.2 * self._pause, _POLL_SECONDS[1])
 
 
-def _store(folder: Path, name: str, description: str, arrays: Arrays) -> None:
-    entries: dict[str, dict[str, int]] = {}
-    for key, values in arrays.items():
+def _store(folder: Path, name: str, description: str, build: Build) -> None:
+    """Build the arrays in mapped files, so that one larger than the memory goes to the disk meanwhile."""
+    files: dict[Path, WholeFile] = {}
+
+    def allocate(key: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         path = folder / f"{name}-{key}.npy"
-        with whole_file(path) as file:
-            np.save(file, values, allow_pickle=False)
-        status = path.stat()
-        entries[path.name] = {
-            "bytes": status.st_size,
-            "modified_ns": status.st_mtime_ns,
-            "crc32": _checksum(path),
-        }
+        files[path] = WholeFile(path)
+        return _mapped(files[path], shape, np.dtype(dtype))
+
+    entries: dict[str, dict[str, int]] = {}
+    try:
+        build(allocate)
+        for path, file in files.items():
+            file.publish()  # syncs what was written through the mapping, too
+            status = path.stat()
+            entries[path.name] = {
+                "bytes": status.st_size,
+                "modified_ns": status.st_mtime_ns,
+                "crc32": _checksum(path),
+            }
+    finally:
+        for file in files.values():
+            file.discard()
     manifest = json.dumps({"files": entries, "description": json.loads(description)}, indent=1)
-    with whole_file(folder / f"{name}.json") as file:
-        file.write(manifest.encode())
+    with whole_file(folder / f"{name}.json") as manifest_file:
+        manifest_file.write(manifest.encode())
+
+
+def _mapped(file: WholeFile, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """An array whose memory is an `.npy` file.
+
+    Raises OSError where the disk has no room for it: written through a mapping, a full one would end the process.
+    """
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file.file, header)
+    file.file.flush()
+    start, size = file.file.tell(), dtype.itemsize * math.prod(shape)
+    if size == 0:
+        return np.empty(shape, dtype)
+    os.posix_fallocate(file.file.fileno(), 0, start + size)
+    return np.memmap(file.file.name, dtype=dtype, mode="r+", offset=start, shape=shape)
 
 
 def _load(folder: Path, name: str) -> Arrays | None:

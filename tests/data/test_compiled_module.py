@@ -63,4 +63,6 @@ def test_the_compiled_operators_take_no_silent_copy() -> None:
     module = extension.load_extension()
     assert module is not None
     with pytest.raises(TypeError):
-        module.build_blend_index(np.array([1, 1]), 2)
+        module.build_blend_index(np.array([1, 1]), np.empty(2, np.int16), np.empty(2, np.int64), threads=1)
+    with pytest.raises(TypeError):
+        module.build_blend_index(np.array([0.5, 0.5]), np.empty(2, np.int32), np.empty(2, np.int64), threads=1)

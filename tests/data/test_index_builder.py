@@ -179,6 +179,46 @@ def test_more_samples_than_tokens_are_an_error_and_not_a_read_past_the_end(
 
 @settings(max_examples=100, deadline=None)
 @given(
+    weights=st.lists(st.one_of(st.floats(1e-6, 1e3), st.sampled_from([1.0, 2.0])), min_size=1, max_size=9),
+    size=st.integers(0, 600),
+    chunk=st.integers(1, 12),
+    threads=st.integers(1, 3),
+)
+def test_a_blend_drawn_in_chunks_is_that_of_a_single_walk(
+    weights: list[float], size: int, chunk: int, threads: int
+) -> None:
+    """Chunks so short that guesses before them do not reach the true numbers drawn, and are walked again."""
+    module = extension.load_extension()
+    assert module is not None
+    shares = np.array(weights) / np.sum(weights)
+    expected = blend_index_reference(shares, size)
+    for instruction_set in module.instruction_sets():
+        index = np.empty(size, np.int16), np.empty(size, np.int64)
+        module.build_blend_index(shares, *index, threads=threads, chunk=chunk, instruction_set=instruction_set)
+        assert np.array_equal(index[0], expected[0])
+        assert np.array_equal(index[1], expected[1])
+
+
+def test_a_walk_over_many_documents_on_several_threads_is_that_of_numpy() -> None:
+    """More documents than a thread walks at a time, empty ones in places, and a border that all samples meet."""
+    random = np.random.RandomState(3)
+    lengths = np.where(random.rand(500) < 0.2, 0, random.randint(0, 40, 500)).astype(np.int32)
+    order = random.randint(0, 500, 300_000).astype(np.int32)
+    tokens = int(lengths[order].sum(dtype=np.int64))
+    for sequence_length, extra in ((1, 1), (64, 1), (100, 0), (tokens, 0), (tokens - 1, 1)):
+        num_samples = -(-(tokens - extra) // sequence_length)
+        arguments = {
+            "sequence_length": sequence_length,
+            "num_samples": num_samples,
+            "total_tokens": tokens,
+            "extra_tokens": extra,
+        }
+        built = build_sample_index(lengths, order, **arguments)
+        assert np.array_equal(built, sample_index_reference(lengths, order, **arguments))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
     weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9),
     size=st.integers(0, 400),
 )

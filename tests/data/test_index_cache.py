@@ -23,6 +23,7 @@ from megatron.core.file_lock import NoLocksError
 from megatron.data import build as build_module
 from megatron.data import index_cache
 from megatron.data.build import SampleShape, build_gpt_datasets
+from megatron.data.index_builder import Allocate
 from megatron.data.index_cache import IndexCache
 from tests.data.corpora import numbered_corpus
 
@@ -33,12 +34,13 @@ VALUES = np.arange(1000, dtype=np.int32)
 def get(cache: IndexCache, log: Path | None = None, pause: float = 0.0, seed: int = 1) -> np.ndarray:
     """The one array of an entry; each build writes a line to `log`."""
 
-    def build() -> dict[str, np.ndarray]:
+    def build(allocate: Allocate) -> None:
         if log is not None:
             with log.open("a") as file:
                 file.write(f"{os.getpid()}\n")
         time.sleep(pause)
-        return {"values": VALUES * seed, "empty": np.empty(0, dtype=np.uint32)}
+        allocate("values", VALUES.shape, VALUES.dtype)[:] = VALUES * seed
+        allocate("empty", (0,), np.uint32)
 
     arrays = cache.get("Test-train", {"seed": seed}, build)
     assert arrays["empty"].shape == (0,)
@@ -122,7 +124,8 @@ import sys, time
 from pathlib import Path
 from megatron.data.index_cache import IndexCache
 
-def build():
+def build(allocate):
+    allocate("values", (1000,), "int32")
     print("building", flush=True)
     time.sleep(60)
 
@@ -187,7 +190,8 @@ def test_an_entry_that_is_as_it_was_written_is_mapped_without_being_read(
 
 
 def test_an_owner_that_fails_frees_the_lock(tmp_path: Path) -> None:
-    def fail() -> dict[str, np.ndarray]:
+    def fail(allocate: Allocate) -> None:
+        allocate("values", VALUES.shape, VALUES.dtype)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -195,11 +199,14 @@ def test_an_owner_that_fails_frees_the_lock(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_write_that_fails_midway_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
+@pytest.mark.parametrize("call", ["posix_fallocate", "fsync"])
+def test_a_full_disk_leaves_no_entry_and_is_told(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is taken before it is written to: a write through a mapping could not fail but with a signal."""
+
+    def full(*arguments: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, call, full)
     with pytest.raises(ValueError, match=r"--data-cache-path .* can not be written .*No space left"):
         get(IndexCache(tmp_path))
     assert not list(tmp_path.iterdir())
