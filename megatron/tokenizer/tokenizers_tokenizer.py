@@ -132,6 +132,14 @@ def gpt2_bpe_tokenizer(vocab_file: str | Path, merge_file: str | Path) -> Tokeni
             f"({' '.join(missing[:8])} ...): text with those bytes would be lost; use the vocabulary of a "
             "byte-level BPE"
         )
+    made = {line.removesuffix("\r").replace(" ", "") for line in merges.decode().split("\n")}
+    unmade = [token for token in backend.get_vocab() if len(token) > 1 and token not in made]
+    # A few of those are special tokens, or words that were added to no use.
+    if len(unmade) > backend.get_vocab_size() / 10:
+        raise UserError(
+            f"--merge-file {merge_file} has no merge for {len(unmade):,} of the {backend.get_vocab_size():,} tokens of "
+            f"--vocab-file {vocab_file}, such as {min(unmade)!r}: it is cut off, or belongs to another vocabulary"
+        )
     backend.add_special_tokens([GPT2_END_OF_TEXT])
     return TokenizersTokenizer(
         backend,
@@ -159,7 +167,8 @@ def huggingface_tokenizer(path: str | Path, *, include_special_tokens: bool = Tr
         raise UserError(
             f"--tokenizer-model {path} holds no tokenizer.json. A folder with vocab.json and merges.txt is read by "
             "--tokenizer-type GPT2BPETokenizer --vocab-file ... --merge-file ..., one with a .model file by "
-            "--tokenizer-type SentencePieceTokenizer --tokenizer-model ..."
+            "--tokenizer-type SentencePieceTokenizer --tokenizer-model ..., one with vocab.txt by "
+            "--tokenizer-type BertWordPieceLowerCase (or BertWordPieceCase) --vocab-file ..."
         )
     content = read_tokenizer_file(file, flag="--tokenizer-model", tokenizer_type=name, what="a tokenizer.json")
     try:

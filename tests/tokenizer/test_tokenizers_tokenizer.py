@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers.models import BPE, WordLevel
+from tokenizers.models import BPE, WordLevel, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 from tokenizers.processors import TemplateProcessing
 
@@ -212,3 +212,37 @@ def test_the_fingerprint_knows_the_special_tokens(tmp_path: Path) -> None:
     assert huggingface_tokenizer(folder).fingerprint() == before
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<b>"}')
     assert huggingface_tokenizer(folder).fingerprint() != before
+
+
+def test_a_bert_in_a_folder_knows_its_special_tokens_and_ends_documents_with_sep(tmp_path: Path) -> None:
+    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    folder = write_words(tmp_path, "<unk>", "[PAD]", "[CLS]", "[SEP]", "[MASK]", tokenizer_config=special)
+    tokenizer = huggingface_tokenizer(folder)
+    assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.eod) == (1, 2, 3, 4, 3)
+    assert tokenizer.continues_word is None
+
+
+def test_a_usual_end_token_counts_before_sep(tmp_path: Path) -> None:
+    folder = write_words(tmp_path, "<unk>", "[SEP]", "</s>", tokenizer_config={"sep_token": "[SEP]"})
+    assert huggingface_tokenizer(folder).eod == 2
+
+
+def test_a_wordpiece_in_a_file_knows_which_pieces_continue_a_word(tmp_path: Path) -> None:
+    Backend(WordPiece({"[UNK]": 0, "un": 1, "##do": 2, "</s>": 3})).save(str(tmp_path / "tokenizer.json"))
+    continues = huggingface_tokenizer(tmp_path).continues_word
+    assert continues is not None and continues.tolist() == [False, False, True, False]
+
+
+def test_what_a_files_post_processor_adds_can_be_left_out(tmp_path: Path) -> None:
+    folder = write_words(tmp_path, "<unk>", "<s>", "</s>", "word")
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.save(str(folder / "tokenizer.json"))
+    assert huggingface_tokenizer(folder, include_special_tokens=False).encode("word") == [3]
+
+
+def test_merges_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
+    merges = tmp_path / "merges.txt"
+    merges.write_text("".join(gpt2_merge_file().read_text().splitlines(keepends=True)[:40_000]))
+    with pytest.raises(ValueError, match=r"--merge-file .*merges\.txt has no merge for [\d,]+ of the 50,257 tokens"):
+        gpt2_bpe_tokenizer(gpt2_vocab_file(), merges)
