@@ -1,0 +1,206 @@
+"""How `train_tokenizer.py` learns a vocabulary of each kind: from texts to the bytes of the files that make it."""
+
+import io
+import json
+import multiprocessing
+import os
+import re
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+
+from command_line import progress
+from sentencepiece import SentencePieceTrainer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel
+from tokenizers.trainers import BpeTrainer, WordPieceTrainer
+
+from megatron.config.problems import UserError
+from megatron.tokenizer.sentencepiece_tokenizer import LITERAL_SPACE_SYMBOL, SPACE_SYMBOL
+from megatron.tokenizer.tokenizers_tokenizer import GPT2_END_OF_TEXT
+from megatron.tokenizer.wordpiece_tokenizer import SPECIAL_TOKENS, UNKNOWN
+
+END_OF_DOCUMENT = GPT2_END_OF_TEXT
+USER_SYMBOLS = ["\n", "\t", "\r", *(SPACE_SYMBOL * count for count in range(2, 17))]
+# unknown, end of document, the mark of a literal U+2581, the symbols above, and the 256 bytes
+SENTENCEPIECE_RESERVED = 3 + len(USER_SYMBOLS) + 256
+BPE_RESERVED = 256 + 1
+WORDPIECE_SPECIAL = [SPECIAL_TOKENS["pad"], UNKNOWN, *(SPECIAL_TOKENS[role] for role in ("cls", "sep", "mask"))]
+LINE_CHARACTERS = 4096
+# Characters that a WordPiece vocabulary knows; the rarest of others are unknown, with the words that they stand in.
+LARGEST_ALPHABET = 1000
+# What occurs once teaches nothing.
+LEAST_COUNT = 2
+
+
+# ---- SentencePiece ----
+
+
+def train_sentencepiece(documents: Sequence[str], vocab_size: int) -> Mapping[str, bytes]:
+    """A lossless SentencePiece BPE.
+
+    The trainer runs in a child, because its only sign of progress is what it writes to the process's stderr.
+
+    Raises:
+        UserError: the text cannot fill the vocabulary, or the vocabulary cannot hold the text's characters.
+    """
+    log_end, log_start = os.pipe()
+    result, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(
+        target=_train_in_child, args=(documents, vocab_size, log_start, sender)
+    )
+    child.start()
+    os.close(log_start)
+    sender.close()
+    last_lines: deque[str] = deque(maxlen=3)
+    with progress(vocab_size - SENTENCEPIECE_RESERVED, "learning merges", unit=" tokens") as bar:
+        with os.fdopen(log_end) as log:
+            for line in log:
+                last_lines.append(line.strip())
+                if learnt := re.search(r"(?:merges|size)=(\d+)", line):
+                    bar.update(int(learnt[1]) - bar.n)
+        bar.update(vocab_size - SENTENCEPIECE_RESERVED - bar.n)
+    try:
+        outcome = result.recv()
+    except EOFError:
+        outcome = RuntimeError(" | ".join(last_lines))
+    child.join()
+    if isinstance(outcome, bytes):
+        return {"tokenizer_model": outcome}
+    refusal = str(outcome).rsplit("] ", 1)[-1]  # without the place in its source
+    raise UserError(f"--vocab-size {vocab_size}: SentencePiece refuses: {refusal}")
+
+
+def _train_in_child(documents: Sequence[str], vocab_size: int, log: int, sender: Connection) -> None:
+    os.dup2(log, 2)
+    os.close(log)
+    model = io.BytesIO()
+    outcome: bytes | Exception
+    try:
+        SentencePieceTrainer.train(
+            # An iterator and a stream, not paths: paths would be kept in the model and make each one different.
+            sentence_iterator=_lines(documents),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            byte_fallback=True,
+            user_defined_symbols=USER_SYMBOLS,
+            control_symbols=[LITERAL_SPACE_SYMBOL],
+            unk_id=0,
+            eos_id=1,
+            eos_piece=END_OF_DOCUMENT,
+            bos_id=-1,
+            pad_id=-1,
+            max_sentence_length=4 * LINE_CHARACTERS,
+        )
+    except (RuntimeError, ValueError) as error:
+        outcome = error
+    else:
+        outcome = model.getvalue()
+    # The parent reads the log to its end before the outcome, which is larger than a pipe holds.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sender.send(outcome)
+
+
+def _lines(documents: Sequence[str]) -> Iterator[str]:
+    """Lines of bounded length: a newline is a symbol, which no token crosses, so cutting there is free."""
+    for document in documents:
+        for line in document.split("\n"):
+            for start in range(0, len(line), LINE_CHARACTERS):
+                yield line[start : start + LINE_CHARACTERS]
+
+
+# ---- byte-level BPE ----
+
+
+def train_byte_level_bpe(documents: Sequence[str], vocab_size: int) -> Mapping[str, bytes]:
+    """GPT-2's kind: the 256 bytes, the merges in their order, and last the end of a document.
+
+    Raises:
+        UserError: the text cannot fill the vocabulary.
+    """
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(
+        vocab_size=vocab_size - 1,
+        min_frequency=LEAST_COUNT,
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    backend.train_from_iterator(_read(documents), trainer)
+    learnt = json.loads(backend.to_str())["model"]
+    vocabulary = {**learnt["vocab"], END_OF_DOCUMENT: len(learnt["vocab"])}
+    _check_filled(len(vocabulary), vocab_size)
+    merges = "".join(f"{left} {right}\n" for left, right in learnt["merges"])
+    return {
+        "vocab_file": json.dumps(dict(sorted(vocabulary.items(), key=lambda item: item[1]))).encode(),
+        "merge_file": f"#version: 0.2\n{merges}".encode(),
+    }
+
+
+# ---- WordPiece ----
+
+
+def train_wordpiece(documents: Sequence[str], vocab_size: int, *, lower_case: bool) -> Mapping[str, bytes]:
+    """BERT's kind: its special tokens, the characters, those that continue a word, and longer pieces in their order.
+
+    Raises:
+        UserError: the text cannot fill the vocabulary, or its characters do not fit in.
+    """
+    backend = Tokenizer(WordPiece(unk_token=UNKNOWN))
+    backend.normalizer = BertNormalizer(lowercase=lower_case)
+    backend.pre_tokenizer = BertPreTokenizer()
+    counts: Counter[str] = Counter()
+    for document in documents:
+        counts.update(backend.normalizer.normalize_str(document))
+    characters = [character for character in counts if not character.isspace()]
+    alphabet = sorted(sorted(characters, key=lambda character: (-counts[character], character))[:LARGEST_ALPHABET])
+    # Given to the trainer in an order: it would number what continues a word as its hash tables have it.
+    continuing = [f"##{character}" for character in alphabet if _can_continue(character)]
+    first = [*WORDPIECE_SPECIAL, *alphabet, *continuing]
+    if len(first) >= vocab_size:
+        raise UserError(
+            f"--vocab-size {vocab_size}: must be above the {len(first):,} that special tokens and "
+            f"{len(alphabet):,} characters of the text take"
+        )
+    trainer = WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=LEAST_COUNT,
+        special_tokens=first,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=sys.stderr.isatty(),
+    )
+    backend.train_from_iterator(_read(documents), trainer)
+    learnt = backend.get_vocab()
+    _check_filled(len(learnt), vocab_size)
+    return {"vocab_file": "".join(f"{token}\n" for token in sorted(learnt, key=lambda token: learnt[token])).encode()}
+
+
+def _can_continue(character: str) -> bool:
+    """Whether a word may go on with it; punctuation and Chinese characters are words of their own."""
+    return len(BertPreTokenizer().pre_tokenize_str(f"a{character}")) == 1
+
+
+# ---- both ----
+
+
+def _read(documents: Sequence[str]) -> Iterator[str]:
+    with progress(len(documents), "counting words", unit=" texts") as bar:
+        for document in documents:
+            yield document
+            bar.update()
+
+
+def _check_filled(learnt: int, vocab_size: int) -> None:
+    if learnt != vocab_size:
+        raise UserError(
+            f"--vocab-size {vocab_size}: the text gives {learnt:,} tokens, each of which occurs in it at least "
+            f"{LEAST_COUNT} times; give that size, or more text"
+        )
