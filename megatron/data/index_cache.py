@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import time
 import zlib
@@ -166,12 +165,12 @@ class _Waiting:
         self._pause = min(1.2 * self._pause, _POLL_SECONDS[1])
 
 
-def _store(folder: Path, name: str, description: str, build: Build) -> None:
+def _store(folder: Path, entry: str, description: str, build: Build) -> None:
     """Build the arrays in mapped files, so that one larger than the memory goes to the disk meanwhile."""
     files: dict[Path, WholeFile] = {}
 
-    def allocate(key: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        path = folder / f"{name}-{key}.npy"
+    def allocate(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        path = folder / f"{entry}-{name}.npy"
         files[path] = WholeFile(path)
         return _mapped(files[path], shape, np.dtype(dtype))
 
@@ -190,7 +189,7 @@ def _store(folder: Path, name: str, description: str, build: Build) -> None:
         for file in files.values():
             file.discard()
     manifest = json.dumps({"files": entries, "description": json.loads(description)}, indent=1)
-    with whole_file(folder / f"{name}.json") as manifest_file:
+    with whole_file(folder / f"{entry}.json") as manifest_file:
         manifest_file.write(manifest.encode())
 
 
@@ -199,14 +198,9 @@ def _mapped(file: WholeFile, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np
 
     Raises OSError where the disk has no room for it: written through a mapping, a full one would end the process.
     """
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file.file, header)
-    file.file.flush()
-    start, size = file.file.tell(), dtype.itemsize * math.prod(shape)
-    if size == 0:
-        return np.empty(shape, dtype)
-    os.posix_fallocate(file.file.fileno(), 0, start + size)
-    return np.memmap(file.file.name, dtype=dtype, mode="r+", offset=start, shape=shape)
+    array = np.lib.format.open_memmap(file.file.name, mode="w+", dtype=dtype, shape=shape)
+    os.posix_fallocate(file.file.fileno(), 0, os.fstat(file.file.fileno()).st_size)
+    return array
 
 
 def _load(folder: Path, name: str) -> Arrays | None:
