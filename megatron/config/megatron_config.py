@@ -51,7 +51,7 @@ Purpose = Literal["training", "model", "layout"]
 # read, GPT-2's size stands for it.
 _TYPICAL_VOCABULARY = 50257
 
-# Tokens of a pair of segments of one token each.
+# Tokens of a pair of segments of one token each. Samples without pairs leave room for as much, as in Megatron-LM.
 _SHORTEST_PAIR = 5
 
 # What decides how many replicas of the model there are.
@@ -501,11 +501,11 @@ def _task_problems(config: MegatronConfig) -> Iterator[Problem]:
     for name, (given, rule) in of_gpt.items():
         if given:
             yield Problem(flags=(name,), rule=f"belongs to {PROGRAMS['gpt']}: {rule}", works=f"leave out {name}")
-    if config.bert.binary_head and data.seq_length < _SHORTEST_PAIR:
+    if data.seq_length < _SHORTEST_PAIR:
         yield Problem(
-            flags=("--seq-length", "--bert-no-binary-head"),
+            flags=("--seq-length",),
             value=data.seq_length,
-            rule=f"a pair is [CLS] A [SEP] B [SEP], at least {_SHORTEST_PAIR} tokens",
+            rule=f"samples of BERT have room for [CLS] A [SEP] B [SEP], at least {_SHORTEST_PAIR} tokens",
             works=f"--seq-length {_SHORTEST_PAIR} or more",
         )
 
