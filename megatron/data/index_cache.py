@@ -198,7 +198,9 @@ def _mapped(file: WholeFile, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np
 
     Raises OSError where the disk has no room for it: written through a mapping, a full one would end the process.
     """
-    array = np.lib.format.open_memmap(file.file.name, mode="w+", dtype=dtype, shape=shape)
+    array: npt.NDArray[Any] = np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
+        file.file.name, mode="w+", dtype=dtype, shape=shape
+    )
     os.posix_fallocate(file.file.fileno(), 0, os.fstat(file.file.fileno()).st_size)
     return array
 
