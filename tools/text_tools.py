@@ -4,7 +4,6 @@ A step is skipped when its record says that the same tool, with the same argumen
 there from the inputs that lie there. Anything else is made anew, and one line says why.
 """
 
-import glob
 import hashlib
 import json
 import os
@@ -134,24 +133,6 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         key if _DIGEST.fullmatch(str(now)) else f"{key} {reprlib.repr(before)}, now {reprlib.repr(now)}"
         for key, before, now in changed
     )
-
-
-def find_files(arguments: Sequence[str], *, flag: str) -> list[Path]:
-    """The files that paths and glob patterns name, in the order given, a pattern's matches sorted.
-
-    Raises:
-        UserError: one names nothing, or a folder.
-    """
-    found: list[Path] = []
-    for argument in arguments:
-        matches = [argument] if Path(argument).exists() else sorted(glob.glob(argument, recursive=True))
-        if not matches:
-            raise UserError(f"{flag} {argument}: there is no such file")
-        for match in matches:
-            if Path(match).is_dir():
-                raise UserError(f"{flag} {match}: is a folder; name the files, for example '{match}/*.jsonl'")
-            found.append(Path(match))
-    return found
 
 
 def prepare_output(path: Path, *, flag: str) -> None:

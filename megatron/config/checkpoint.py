@@ -80,8 +80,8 @@ class CheckpointConfig:
     use_tokenizer_model_from_checkpoint_args: bool = field(
         default=True,
         metadata=flag(
-            "With --use-checkpoint-args, take the paths of the tokenizer's files too.",
-            off_help="With --use-checkpoint-args, do not take the paths of the tokenizer's files.",
+            "With --use-checkpoint-args, take the tokenizer's files too, from the checkpoint where it keeps them.",
+            off_help="With --use-checkpoint-args, do not take the tokenizer's files.",
         ),
     )
     override_opt_param_scheduler: bool = field(

@@ -57,11 +57,14 @@ def test_a_checkpoint_is_sampled_where_its_tokenizer_has_moved(trained_folder: P
     assert before.startswith("a cat")
     assert len(before) > len("a cat\n")
     moved = (trained_folder / "tokenizer.model").rename(trained_folder / "moved.model")
+    assert sample(trained_folder) == before, "with the copy that the checkpoint keeps"
+    shutil.rmtree(trained_folder / "checkpoints" / "tokenizer")
     assert sample(trained_folder, "--tokenizer-model", str(moved)) == before
 
 
 def test_a_tokenizer_that_is_gone_is_missed_by_the_flag_that_gives_its_place(trained_folder: Path) -> None:
     (trained_folder / "tokenizer.model").unlink()
+    shutil.rmtree(trained_folder / "checkpoints" / "tokenizer")
     said = sample(trained_folder, status=2)
     assert f"--tokenizer-model {trained_folder}/tokenizer.model: no such file; this is its path in the training" in said
     assert "Works: --tokenizer-model with the path that it has here" in said
