@@ -50,6 +50,9 @@ class CheckpointConfig:
     save_optim: bool = field(
         default=True, metadata=flag("Save the optimizer.", off_help="Leave the optimizer out of checkpoints.")
     )
+    load_optim: bool = field(
+        default=True, metadata=flag("Load the optimizer.", off_help="Start with a fresh optimizer after --load.")
+    )
     save_tokenizer_assets: bool = field(
         default=True,
         metadata=flag(
@@ -57,9 +60,6 @@ class CheckpointConfig:
             off_help="Keep no copies of the tokenizer's files in --save.",
             constants={"--disable-save-tokenizer-assets": False},
         ),
-    )
-    load_optim: bool = field(
-        default=True, metadata=flag("Load the optimizer.", off_help="Start with a fresh optimizer after --load.")
     )
     load_partial: tuple[str, ...] = field(
         default=(),
