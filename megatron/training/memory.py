@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.config.megatron_config import MegatronConfig
 from megatron.core.collectives import all_gather_object
 from megatron.core.parallel_state import ParallelState
-from megatron.model.gpt_model import GPTModel
+from megatron.model.language_model import LanguageModel
 from megatron.planning.memory import StageMemory, memory_table, predict_memory
 from megatron.planning.options import cheapest_that_fit
 from megatron.planning.saved_tensors import SavedBytes
@@ -66,7 +66,7 @@ class MemoryAccount(Hook):
 def predicted_memory(run: Run) -> tuple[StageMemory, ...] | None:
     """The account of the run's model; None for a user's own, of which the formulas know nothing."""
     model = run.chunks[0].module
-    if not isinstance(model, GPTModel) or implied_parameter_count(model) is None:
+    if not isinstance(model, LanguageModel) or implied_parameter_count(model) is None:
         return None
     return predict_memory(run.config, padded_vocab_size=model.padded_vocab_size)
 
@@ -138,7 +138,7 @@ def out_of_memory_advice(config: MegatronConfig, available: int, *, on_cpu: bool
     bound = rest if enough == available - staging else "nine tenths of what it needs now, which did not fit"
     found = "The cheapest changes that would fit" if fits else "No two changes make it fit; those that spare most"
     lines = [
-        "What the GPT of these flags needs on a rank of each stage, predicted (MB):",
+        f"What the {config.task.upper()} of these flags needs on a rank of each stage, predicted (MB):",
         memory_table(predicted),
         f"A rank has {available / 1e6:,.1f} MB, of which libraries, temporaries and fragments take some too. "
         f"A change is taken to fit if the largest stage then needs no more than {enough / 1e6:,.1f} MB: {bound}.",

@@ -119,7 +119,11 @@ def local_parts(run: Run, *, gradients: bool) -> dict[str, LocalPart]:
 
 def train_steps(rank: int, world_size: int, steps: int, *arguments: str) -> list[StepResult]:
     """Train and report after each step; run it with `run_distributed`."""
-    run = tiny_run(rank, world_size, *arguments)
+    return steps_of(tiny_run(rank, world_size, *arguments), steps)
+
+
+def steps_of(run: Run, steps: int) -> list[StepResult]:
+    """What this rank knows after each of so many steps."""
     results = []
     for _ in range(steps):
         report = train_step(run)

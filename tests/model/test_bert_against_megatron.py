@@ -1,19 +1,17 @@
 """BERT models that Megatron-LM made, the present one and that of 2021, run by ours: logits, both losses, gradients.
 
 `weights.npz` holds the parameters of a checkpoint under their own names, `outputs_*.npz` what Megatron-LM computed from
-them: logits over the padded vocabulary, the loss of each token, and four numbers of each gradient. It fills the scores of
-padding with -10000 where ours cannot be attended to at all; of what real positions give, nothing depends on that.
+them: logits over the padded vocabulary, the loss of each token, and four numbers of each gradient. It fills the scores
+of padding with -10000 where ours cannot be attended to at all; of what real positions give, nothing depends on that.
 """
 
 from __future__ import annotations
 
 import re
 
-import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.numerics import PARITY_FP64
 from tests.model.bert import BertInput, build_bert, losses_of, output_of
 from tests.model.test_against_megatron import FIXTURES, TANH_GELU, arrays, assert_within, four_numbers
 from tests.model.tiny import tiny_config
