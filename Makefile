@@ -10,7 +10,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 17
 
 setup: $(STAMP)  ## create .venv and install the project with its development tools
 
@@ -26,6 +26,9 @@ $(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.c
 
 quickstart: $(STAMP)  ## corpus, tokenizer, training over two ranks, resume on another layout, sample
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/quickstart.sh
+
+quickstart-bert: $(STAMP)  ## sentences, WordPiece, a BERT over two ranks, its masks filled
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/quickstart_bert.sh
 
 test: $(STAMP)  ## run the tests: a pairwise cover of the layouts
 	$(BIN)/python -m pytest -m "not full and not gpu"
@@ -48,6 +51,7 @@ bench: $(STAMP)  ## measure against the alternatives, side by side
 	$(BIN)/python tools/benchmark/step_overhead.py --threads 1
 	$(BIN)/python tools/benchmark/optimizer_step.py
 	$(BIN)/python tools/benchmark/checkpoint_speed.py
+	$(BIN)/python tools/benchmark/data.py
 	$(BIN)/torchrun --nproc-per-node 2 tools/benchmark/activation_memory.py
 
 # Of all that pip says, the steps of the build, and the end where it fails.
@@ -64,4 +68,4 @@ clean:  ## remove what was built; .venv and quickstart/ stay
 	rm -rf build dist megatron/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-.PHONY: help setup quickstart test test-full test-gpu lint bench kernels docs clean
+.PHONY: help setup quickstart quickstart-bert test test-full test-gpu lint bench kernels docs clean

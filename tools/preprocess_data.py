@@ -20,11 +20,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
 
-from command_line import Parser, at_least, elapsed, run_tool, say, size_of
+from command_line import Parser, at_least, elapsed, progress, run_tool, say, size_of
 from preprocess.encoder import Encoder
 from preprocess.fast_tokenizer import Fastokens, fast_tokenizer
 from preprocess.inputs import ENDINGS, find_inputs
-from preprocess.shards import Shard, ShardRecord, finished, plan_shards
+from preprocess.shards import LOCK, Shard, ShardRecord, finished, is_of_shard, plan_shards
 from preprocess.workers import Job, make_shards
 from text_tools import Work, prepare_output
 
@@ -137,7 +137,9 @@ def main() -> None:
             shutil.rmtree(folder)
             raise UserError(nothing)
         for key, prefix in enumerate(prefixes):
-            merge_datasets([shard.prefix(folder, key) for shard in shards], prefix)
+            parts = [shard.prefix(folder, key) for shard in shards]
+            with progress(sum(bin_path(part).stat().st_size for part in parts), "joining", unit="B") as bar:
+                merge_datasets(parts, prefix, copied=bar.update)
         bad = _list_bad_records(Path(f"{arguments.output_prefix}_bad_records.tsv"), shards, records)
         documents = sum(record.documents for record in records)
         tokens = [sum(record.tokens[key] for record in records) for key in range(len(keys))]
@@ -156,10 +158,14 @@ def shard_folder(folder: Path) -> Iterator[Path]:
     """The folder of a run, locked; one that ends early leaves it where a shard in it is finished.
 
     Raises:
-        UserError: another run works in it.
+        UserError: another run works in it, or it is a folder of something else.
     """
+    if folder.exists() and (others := [path for path in folder.iterdir() if not is_of_shard(path)]):
+        raise UserError(
+            f"--output-prefix: {folder} is for shards, which are removed at the end; it holds {others[0].name}"
+        )
     try:
-        with _lock(folder / "lock"):
+        with _lock(folder / LOCK):
             yield folder
     finally:
         if folder.exists():

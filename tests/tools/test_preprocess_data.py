@@ -397,6 +397,15 @@ def test_a_run_that_fails_keeps_what_is_finished_until_it_succeeds(tmp_path: Pat
     assert not shards.exists()
 
 
+def test_a_folder_that_holds_something_else_is_not_taken_for_shards(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "a"}])
+    (tmp_path / "x.shards").mkdir()
+    (tmp_path / "x.shards" / "thesis.txt").write_text("mine")
+    words = ["--input", source, "--output-prefix", tmp_path / "x", *BYTES]
+    assert "x.shards is for shards, which are removed" in run("preprocess_data", *words, status=2)
+    assert (tmp_path / "x.shards" / "thesis.txt").read_text() == "mine"
+
+
 def test_two_runs_do_not_write_one_dataset(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "c.jsonl", [{"text": "a"}])
     (tmp_path / "x.shards").mkdir()
@@ -421,13 +430,25 @@ def test_the_fast_tokenizer_is_used_where_it_is_exact(module: Callable[[str], Mo
     gpt2 = gpt2_bpe_tokenizer(gpt2_vocab_file(), gpt2_merge_file())
     fast, reason = fast_tokenizer.fast_tokenizer(gpt2)
     assert fast is not None and reason == ""
-    texts = [*fast_tokenizer.telling_texts(gpt2), *(json.loads(line)["text"] for line in CORPUS.open())]
+    assert fast.added_tokens() == ["<|endoftext|>"]
+    texts = [*fast_tokenizer.telling_texts(fast.added_tokens()), *(json.loads(line)["text"] for line in CORPUS.open())]
     assert fast_tokenizer.difference(fast, fast_tokenizer.OneByOne(gpt2), texts) is None
     bert = wordpiece_tokenizer(
         BERT_VOCABULARY, name="BertWordPieceLowerCase", lower_case=True, include_special_tokens=True
     )
     fast, reason = fast_tokenizer.fast_tokenizer(bert)
     assert fast is None and reason.startswith("fastokens does not know this tokenizer")
+
+
+def test_without_the_fast_library_the_tool_says_so(
+    module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.tokenizer.tokenizers_tokenizer import gpt2_bpe_tokenizer
+
+    fast_tokenizer = module("fast_tokenizer")
+    monkeypatch.setattr(fast_tokenizer, "find_spec", lambda name: None)
+    fast, reason = fast_tokenizer.fast_tokenizer(gpt2_bpe_tokenizer(gpt2_vocab_file(), gpt2_merge_file()))
+    assert fast is None and "is not installed: pip install 'megatron-pretraining[fast]'" in reason
 
 
 def test_another_id_anywhere_is_noticed(module: Callable[[str], ModuleType]) -> None:
@@ -458,6 +479,8 @@ sys.path.insert(0, {str(ROOT / "tools")!r})
 import fastokens
 class Wrong:
     from_json_str = staticmethod(lambda text: Wrong())
+    def added_tokens(self):
+        return []
     def encode_batch_flat(self, texts, **options):
         return bytes(4 * len(texts)), b"".join(i.to_bytes(8, "little") for i in range(len(texts) + 1))
 fastokens.Tokenizer = Wrong

@@ -4,7 +4,6 @@
 not believed but seen, on a part of the input and on texts that set libraries apart, before anything is written.
 """
 
-import json
 import os
 import sys
 import unicodedata
@@ -67,6 +66,10 @@ class Fastokens:
         ids, offsets = self._backend.encode_batch_flat(list(texts), add_special_tokens=self._special)
         return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(offsets, np.uint64).astype(np.int64))
 
+    def added_tokens(self) -> list[str]:
+        """The tokens that are looked for in a text before it is cut: <|endoftext|> and such."""
+        return [token["content"] for token in self._backend.added_tokens()]
+
     def start_alone(self) -> None:
         """Make the library's threads now, none: processes are the parallelism, and each would have one a core."""
         cores = os.sched_getaffinity(0)
@@ -101,14 +104,13 @@ def difference(fast: BatchTokenizer, exact: BatchTokenizer, texts: Sequence[str]
     raise AssertionError("all texts have equal ids, and the ids of all differ")
 
 
-def telling_texts(tokenizer: TokenizersTokenizer) -> list[str]:
-    """Short texts that libraries are known to tokenize differently: odd characters, and tokens that are no text."""
+def telling_texts(added: Sequence[str]) -> list[str]:
+    """Short texts that libraries are known to tokenize differently: odd characters, and `added` tokens."""
     categories: dict[str, list[str]] = {}
     for code in range(0, sys.maxunicode + 1, 41):
         categories.setdefault(unicodedata.category(chr(code)), []).append(chr(code))
     del categories["Cs"]
     shown = [characters[:: len(characters) // 100 + 1] for characters in categories.values()]
-    added = [token["content"] for token in json.loads(tokenizer.tokenizer_json())["added_tokens"]]
     return [
         *(
             "",

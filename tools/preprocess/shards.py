@@ -9,6 +9,7 @@ changed since, or another setting, leads to other names.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -29,6 +30,8 @@ from preprocess.records import Block, Piece, Record, pieces_of, read_blocks
 # some thousands.
 SMALLEST_BYTES = 8 << 20
 MOST_SHARDS = 4096
+LOCK = "lock"
+_NAMES = re.compile(rf"[0-9a-f]{{32}}(\.done|-\d+\.(bin|idx))(\..*\.tmp)?|{LOCK}")
 # The most that one shard collects of small files, each of which is opened by itself.
 MOST_PIECES = 10_000
 
@@ -180,6 +183,11 @@ def _encode(
         refusals = [(record, encoder.refusal(record, tokenize)) for record in good]
     bad += [(record.number, refusal) for record, refusal in refusals if refusal]
     return encoder([record for record, refusal in refusals if not refusal], tokenize), sorted(bad)
+
+
+def is_of_shard(path: Path) -> bool:
+    """Whether a file is one of those that stand in a folder of shards."""
+    return _NAMES.fullmatch(path.name) is not None
 
 
 def _record_path(shard: Shard, folder: Path) -> Path:

@@ -17,7 +17,6 @@ from command_line import progress, say
 
 from megatron.config.problems import UserError
 from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.tokenizers_tokenizer import TokenizersTokenizer
 from preprocess.encoder import Encoder
 from preprocess.fast_tokenizer import Fastokens, OneByOne, difference, telling_texts
 from preprocess.records import count_before, read_blocks
@@ -161,8 +160,8 @@ def _end_with_parent() -> None:
 
 def _difference_in_worker() -> str | None:
     """The first text of which the fast tokenizer gives other ids, None when there is none."""
-    assert _job.fast is not None and isinstance(_job.tokenizer, TokenizersTokenizer)
-    texts = telling_texts(_job.tokenizer)
+    assert _job.fast is not None
+    texts = telling_texts(_job.fast.added_tokens())
     for shard in _job.shards[:: -(-len(_job.shards) // TRIED_SHARDS)]:
         left = TRIED_CHARACTERS
         block = next(read_blocks(shard.pieces[0], _job.encoder.keys), None)
