@@ -204,7 +204,7 @@ class TokenizerConfig:
                 flags=("--tiktoken-special-tokens",),
                 value=shown_value(special),
                 rule=f"{' and '.join(twice)} must stand there once",
-                works=" ".join(dict.fromkeys(special)),
+                works=f"--tiktoken-special-tokens {' '.join(dict.fromkeys(special))}",
             )
         if number is not None and number < len(special):
             yield Problem(

@@ -333,6 +333,24 @@ REFUSED = [
     ("--padded-vocab-size 99", "", None, ["--padded-vocab-size 99", "--vocab-size 100"]),
     ("", "--vocab-size", None, ["--vocab-size", "NullTokenizer is made from"]),
     ("--merge-file m.txt", "", None, ["--merge-file m.txt", "NullTokenizer does not use it"]),
+    ("--tokenizer-type BertWordPieceCase", "", None, ["--vocab-file", "BertWordPieceCase is made from --vocab-file"]),
+    ("--tiktoken-pattern v1", "", None, ["--tiktoken-pattern v1", "belongs to TikTokenizer"]),
+    (
+        "--tokenizer-type TikTokenizer --tokenizer-model t.json --tiktoken-special-tokens </s> <s> <s>",
+        "",
+        None,
+        [
+            "--tiktoken-special-tokens </s> <s> <s>: <s> must stand there once",
+            "Works: --tiktoken-special-tokens </s> <s>",
+        ],
+    ),
+    (
+        "--tokenizer-type TikTokenizer --tokenizer-model t.json --tiktoken-special-tokens </s> <s> "
+        "--tiktoken-num-special-tokens 1",
+        "",
+        None,
+        ["--tiktoken-num-special-tokens 1", "the 2 that are named"],
+    ),
     # checkpoints and reports
     ("--save-interval 10", "", None, ["--save-interval 10", "--save DIR"]),
     ("--keep-last 3", "", None, ["--keep-last 3", "--save DIR; or leave out --keep-last"]),
