@@ -2,18 +2,22 @@
 
     python tools/make_corpus.py --output corpus.jsonl         # the standard library of Python: 30 MB
     python tools/make_corpus.py --output corpus.jsonl --input ~/notes src '*.md'
+    python tools/make_corpus.py --output prose.jsonl --docstrings
 
-Each file becomes one line {"text", "source"}. Files of equal content are kept once. The order is that of a
+Each file becomes one line {"text", "source"}; with --docstrings each docstring of a Python file does, and nothing else:
+English prose, in sentences. Files of equal content are kept once. The order is that of a
 hash of seed and content: as good as shuffled, so that any split by position mixes all sources, and the same
 on every machine.
 """
 
 import argparse
+import ast
 import hashlib
 import json
 import os
 import sysconfig
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from glob import glob
@@ -25,7 +29,7 @@ from text_tools import Work, prepare_output, record_path
 from megatron.config.problems import UserError, counted
 from megatron.core.whole_file import whole_file
 
-TOOL = "make_corpus 1"
+TOOL = "make_corpus 2"
 STANDARD_LIBRARY_SUFFIXES = (".py", ".txt", ".rst")
 # fmt: off
 SUFFIXES = (
@@ -47,7 +51,7 @@ class Source:
 class Document:
     key: bytes  # place in the order
     source: Source
-    size: int  # bytes of text
+    size: int  # bytes of text that is taken from it
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -67,6 +71,9 @@ def parse_arguments() -> argparse.Namespace:
             "which files of a folder to take; default: .py .txt .rst of the standard library, else the "
             "usual text and code"
         ),
+    )
+    parser.add_argument(
+        "--docstrings", action="store_true", help="take the docstrings of Python files in place of the files"
     )
     parser.add_argument("--max-megabytes", type=float, help="stop when the texts reach this size; default: no limit")
     parser.add_argument("--seed", type=int, default=1234, help="of the order; default 1234")
@@ -91,6 +98,7 @@ def main() -> None:
         tool=TOOL,
         arguments={
             "sources": hashlib.sha256("\n".join(source.name for source in sources).encode()).hexdigest(),
+            "docstrings": arguments.docstrings,
             "max_megabytes": arguments.max_megabytes,
             "seed": arguments.seed,
         },
@@ -100,17 +108,17 @@ def main() -> None:
     if work.skip():
         return
     inputs_digest = work.inputs_digest()
-    documents, not_text, duplicates = read_documents(sources, seed=arguments.seed)
+    documents, not_text, duplicates = read_documents(sources, seed=arguments.seed, docstrings=arguments.docstrings)
     kept = choose(documents, arguments.max_megabytes)
     if not kept:
         raise UserError(
-            f"--input: no text found in {counted(len(sources), 'file')} ({not_text:,} not UTF-8 text); give other "
-            "folders or --suffixes"
+            f"--input: no {'docstring' if arguments.docstrings else 'text'} found in {counted(len(sources), 'file')} "
+            f"({not_text:,} without any, or not UTF-8); give other folders or --suffixes"
         )
-    size = write(kept, arguments.output, seed=arguments.seed)
-    work.finish(inputs_digest, documents=len(kept), text_bytes=size)
+    count, size = write(kept, arguments.output, seed=arguments.seed, docstrings=arguments.docstrings)
+    work.finish(inputs_digest, documents=count, text_bytes=size)
     say(
-        f"{arguments.output}: {counted(len(kept), 'document')}, {size_of(size)} of text, in {elapsed(started)} "
+        f"{arguments.output}: {counted(count, 'document')}, {size_of(size)} of text, in {elapsed(started)} "
         f"({counted(duplicates, 'duplicate')} and {counted(not_text, 'file')}, empty or not UTF-8, left out, "
         f"{len(documents) - len(kept):,} beyond --max-megabytes)"
     )
@@ -149,22 +157,23 @@ def _folder_sources(folder: Path, name: str, suffixes: Sequence[str]) -> list[So
     return found
 
 
-def read_documents(sources: Sequence[Source], *, seed: int) -> tuple[list[Document], int, int]:
-    """Every distinct text, in the order of the corpus; the number of files without text; of duplicates."""
+def read_documents(sources: Sequence[Source], *, seed: int, docstrings: bool) -> tuple[list[Document], int, int]:
+    """Every file of distinct content, in the order of the corpus; the number of files without text; of duplicates."""
     documents: dict[bytes, Document] = {}
     not_text = duplicates = 0
     with progress(len(sources), "reading", unit=" files") as bar:
         for source in sources:
             bar.update()
             text = source.path.read_bytes()
-            if not text.strip() or not _is_utf8(text):
+            size = sum(len(part.encode()) for part in texts_of(text, docstrings=docstrings))
+            if not size:
                 not_text += 1
                 continue
             key = _key(text, seed)
             if key in documents:
                 duplicates += 1
             else:
-                documents[key] = Document(key=key, source=source, size=len(text))
+                documents[key] = Document(key=key, source=source, size=size)
     return [documents[key] for key in sorted(documents)], not_text, duplicates
 
 
@@ -180,34 +189,46 @@ def choose(documents: Sequence[Document], max_megabytes: float | None) -> Sequen
     return documents
 
 
-def write(documents: Sequence[Document], output: Path, *, seed: int) -> int:
-    """Write the corpus, whose files are read again: it need not fit in memory. Returns the bytes of text.
+def write(documents: Sequence[Document], output: Path, *, seed: int, docstrings: bool) -> tuple[int, int]:
+    """Write the corpus, whose files are read again: it need not fit in memory. Returns lines, and bytes of text.
 
     Raises:
         UserError: a file changed meanwhile.
     """
-    total = sum(document.size for document in documents)
+    lines, total = 0, sum(document.size for document in documents)
     with progress(total, "writing", unit="B") as bar, whole_file(output) as file:
         for document in documents:
             text = document.source.path.read_bytes()
             if _key(text, seed) != document.key:
                 raise UserError(f"{document.source.path} changed while it was read; run again")
-            line = json.dumps({"text": text.decode(), "source": document.source.name}, ensure_ascii=False)
-            file.write(line.encode() + b"\n")
+            for part in texts_of(text, docstrings=docstrings):
+                line = json.dumps({"text": part, "source": document.source.name}, ensure_ascii=False)
+                file.write(line.encode() + b"\n")
+                lines += 1
             bar.update(document.size)
-    return total
+    return lines, total
+
+
+def texts_of(content: bytes, *, docstrings: bool) -> list[str]:
+    """The texts of a file: itself, or its docstrings; none where it is blank, not UTF-8, or not Python."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return []
+    if not docstrings:
+        return [text] if text.strip() else []
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the code that is read
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
+    return [docstring for docstring in found if docstring]
 
 
 def _key(text: bytes, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}:".encode() + text).digest()
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

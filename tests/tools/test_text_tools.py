@@ -346,6 +346,24 @@ def test_a_corpus_holds_each_text_once_unchanged(tmp_path: Path, notes: Path) ->
     assert "(1 duplicate and 2 files, empty or not UTF-8, left out, 0 beyond --max-megabytes)" in said
 
 
+def test_a_corpus_of_docstrings_holds_the_prose_of_python_files_alone(tmp_path: Path) -> None:
+    folder, output = tmp_path / "code", tmp_path / "prose.jsonl"
+    folder.mkdir()
+    (folder / "a.py").write_text(
+        '"""About a. Two sentences."""\nclass A:\n    """Of A.\n\n    More of A."""\n    def f(self):\n'
+        "        'Of f.'\n    def g(self):\n        return 'no docstring'\n"
+    )
+    (folder / "broken.py").write_text('"""A docstring""" of no module')
+    (folder / "none.py").write_text("x = 1\n")
+    (folder / "b.md").write_text("Not Python.\n")
+    said = run("make_corpus", "--output", output, "--input", folder, "--suffixes", ".py", "--docstrings")
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["text"] for record in records] == ["About a. Two sentences.", "Of A.\n\nMore of A.", "Of f."]
+    assert {record["source"] for record in records} == {"code/a.py"}
+    assert ": 3 documents" in said
+    assert "made again, what differs" in run("make_corpus", "--output", output, "--input", folder)
+
+
 def test_a_corpus_is_made_again_when_a_file_is_added_and_says_so(tmp_path: Path, notes: Path) -> None:
     words = ["--output", tmp_path / "corpus.jsonl", "--input", notes]
     run("make_corpus", *words)
