@@ -19,10 +19,11 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron.config import parse_arguments
+from megatron.config.megatron_config import PROGRAMS, Task
 from tests.docs.render import ROOT
 
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_PROGRAM = "pretrain_gpt.py"
+_TASKS = {program: task for task, program in PROGRAMS.items()}
 
 
 class Parsed(BaseException):
@@ -72,8 +73,8 @@ def check_command(words: Sequence[str]) -> None:
         check_slurm(program, rest)
     elif program == "tensorboard":
         assert rest[0] == "--logdir", words
-    elif program == "python" and rest[0] == _PROGRAM:
-        check_training(rest[1:], world_size=1, launched=False)
+    elif program == "python" and rest[0] in _TASKS:
+        check_training(rest[1:], _TASKS[rest[0]], world_size=1, launched=False)
     elif program == "python" and rest[0].startswith("tools/"):
         check_tool(ROOT / rest[0], rest[1:])
     else:
@@ -85,9 +86,9 @@ def check_torchrun(words: Sequence[str]) -> None:
     if launch.training_script.startswith("tools/"):
         check_tool(ROOT / launch.training_script, launch.training_script_args)
         return
-    assert Path(launch.training_script).name == _PROGRAM, words
+    task = _TASKS[Path(launch.training_script).name]
     num_nodes = int(launch.nnodes.split(":")[-1])  # torchrun's default is "1:1", the least and the most
-    check_training(launch.training_script_args, world_size=num_nodes * int(launch.nproc_per_node))
+    check_training(launch.training_script_args, task, world_size=num_nodes * int(launch.nproc_per_node))
 
 
 def check_slurm(program: str, words: Sequence[str]) -> None:
@@ -100,11 +101,11 @@ def check_slurm(program: str, words: Sequence[str]) -> None:
     if program == "sbatch":
         check_batch_script(ROOT / rest[0], rest[1:], num_nodes=int(options["--nodes"]))
         return
-    assert rest[:2] == ["python", _PROGRAM], words
-    check_training(rest[2:], world_size=int(options["--nodes"]) * int(options["--ntasks-per-node"]))
+    assert rest[0] == "python", words
+    check_training(rest[2:], _TASKS[rest[1]], world_size=int(options["--nodes"]) * int(options["--ntasks-per-node"]))
 
 
-def check_training(words: Sequence[str], *, world_size: int, launched: bool = True) -> None:
+def check_training(words: Sequence[str], task: Task, *, world_size: int, launched: bool = True) -> None:
     """As a rank of that world would read them; whether files are there is not looked at.
 
     A checkpoint is one that the README's `small.yaml` has saved.
@@ -114,6 +115,7 @@ def check_training(words: Sequence[str], *, world_size: int, launched: bool = Tr
     with prints_and_ends:
         read(
             words,
+            task=task,
             world_size=world_size,
             launched=launched,
             saved_config=lambda wanted: read(["--config", "small.yaml"], world_size=1)[0],

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from tests.docs.commands import check_batch_script, check_command, check_torchrun, commands_of, recorded_calls
 from tests.docs.render import ROOT
@@ -21,12 +22,31 @@ def test_shell_scripts_are_well_formed(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-def test_the_example_runs_on_one_node_as_it_is(tmp_path: Path) -> None:
-    calls, _ = recorded_calls(EXAMPLES / "pretrain_gpt.sh", [], tmp_path, {}, programs=["torchrun"])
+@pytest.mark.parametrize("example", ["pretrain_gpt", "pretrain_bert", "pretrain_bert_distributed"])
+def test_an_example_runs_on_one_node_as_it_is(tmp_path: Path, example: str) -> None:
+    calls, _ = recorded_calls(EXAMPLES / f"{example}.sh", [], tmp_path, {}, programs=["torchrun"])
     ((program, *words),) = calls
     assert program == "torchrun"
-    assert "pretrain_gpt.py" in " ".join(words)
+    assert f"{example.removesuffix('_distributed')}.py" in " ".join(words)
     check_torchrun(words)
+
+
+@pytest.mark.parametrize(
+    ("example", "variables", "world_size"),
+    [
+        ("pretrain_bert", {"GPUS_PER_NODE": "8"}, 8),
+        ("pretrain_bert_distributed", {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "node0"}, 32),
+    ],
+)
+def test_the_examples_of_bert_run_on_as_many_gpus_as_they_say(
+    tmp_path: Path, example: str, variables: dict[str, str], world_size: int
+) -> None:
+    words = ["--micro-batch-size", "4"]
+    (call,), _ = recorded_calls(EXAMPLES / f"{example}.sh", words, tmp_path, variables, programs=["torchrun"])
+    launch = get_args_parser().parse_args(call[1:])
+    assert int(launch.nnodes.split(":")[-1]) * int(launch.nproc_per_node) == world_size
+    assert call[-2:] == words
+    check_torchrun(call[1:])
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 4, 16])
@@ -258,3 +278,41 @@ def test_what_must_pass_before_a_change_asks_the_doctor_and_shows_its_answer(
     )
     assert done.returncode == status, done.stderr
     assert doctor in done.stdout
+
+
+def quickstart_bert(tmp_path: Path) -> tuple[list[list[str]], str]:
+    folder = tmp_path / "quickstart"
+    folder.mkdir(exist_ok=True)
+    for name in ("wordpiece-vocab.txt", "docstrings_text_sentence.bin", "docstrings_text_sentence.idx"):
+        (folder / name).touch()
+    (tmp_path / "stand-ins" / "record").unlink(missing_ok=True)
+    return recorded_calls(
+        ROOT / "tools" / "quickstart_bert.sh",
+        [],
+        tmp_path / "stand-ins",
+        {"QUICKSTART_FOLDER": str(folder)},
+        programs=["torchrun", "python"],
+    )
+
+
+def test_the_commands_of_the_quickstart_of_bert_are_understood(tmp_path: Path) -> None:
+    calls, printed = quickstart_bert(tmp_path)
+    programs = ["make_corpus", "train_tokenizer", "preprocess_data", "torchrun", "plot_loss", "fill_mask"]
+    assert programs_of(calls) == programs
+    for call in calls:
+        check_command(call)
+    assert re.findall(r"== (\d+)/6 ", printed) == list("123456")
+    shown = printed.split("\nDone.")[1].splitlines()
+    commands = [words for line in shown if line.startswith("  ") for words in commands_of(line)]
+    assert programs_of(commands)[1:] == ["fill_mask", "inspect_checkpoint"]
+    for words in commands:
+        check_command(words)
+
+
+def test_the_quickstart_of_bert_skips_a_training_that_is_complete_and_goes_on_with_another(tmp_path: Path) -> None:
+    training = next(call for call in quickstart_bert(tmp_path)[0] if call[0] == "torchrun")
+    checkpoints = Path(training[training.index("--save") + 1])
+    checkpoints.mkdir()
+    for done, skipped in ((int(training[training.index("--train-iters") + 1]), True), (20, False)):
+        (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(done))
+        assert ("torchrun" not in programs_of(quickstart_bert(tmp_path)[0])) == skipped
