@@ -208,8 +208,8 @@ class _BertRecipe(Recipe[SentenceSource, BertSample]):
         first = next(sentences, None)
         if first is not None and (first[0], first[-1]) == (self.vocabulary.cls, self.vocabulary.sep):
             logger.warning(
-                "%s: its sentences begin with [CLS] and end with [SEP], and each sample gets its own besides; make the "
-                "corpora of BERT without special tokens",
+                "%s: its sentences begin with [CLS] and end with [SEP], and each sample gets its own besides; "
+                "tools/preprocess_data.py leaves them out with --tokenizer-hf-no-include-special-tokens",
                 corpus.prefix,
             )
 

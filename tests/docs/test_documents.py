@@ -15,6 +15,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron.config.arguments import _spellings
+from megatron.config.megatron_config import PROGRAMS
 from megatron.config.megatron_flags import FUSION_FLAG, known_flag
 from megatron.training.initialize import initialize_megatron
 from tests.docs.commands import FENCE, blocks, check_command, commands_of, make_targets, tool_flags, without_blocks
@@ -137,7 +138,7 @@ def test_every_flag_that_is_named_exists(document: Path) -> None:
 
 def flag_exists(flag: str) -> bool:
     name = flag.replace("_", "-")
-    known = name in _spellings() or name == FUSION_FLAG or known_flag(name) is not None
+    known = any(name in _spellings(task) for task in PROGRAMS) or name == FUSION_FLAG or known_flag(name) is not None
     return known or flag in OTHER_FLAGS or flag in flags_of_programs()
 
 
