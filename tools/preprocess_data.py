@@ -136,10 +136,7 @@ def main() -> None:
         if nothing := _nothing(records, keys, arguments.input):
             shutil.rmtree(folder)
             raise UserError(nothing)
-        for key, prefix in enumerate(prefixes):
-            parts = [shard.prefix(folder, key) for shard in shards]
-            with progress(sum(bin_path(part).stat().st_size for part in parts), "joining", unit="B") as bar:
-                merge_datasets(parts, prefix, copied=bar.update)
+        _join(job, prefixes)
         bad = _list_bad_records(Path(f"{arguments.output_prefix}_bad_records.tsv"), shards, records)
         documents = sum(record.documents for record in records)
         tokens = [sum(record.tokens[key] for record in records) for key in range(len(keys))]
@@ -164,15 +161,14 @@ def shard_folder(folder: Path) -> Iterator[Path]:
         raise UserError(
             f"--output-prefix: {folder} is for shards, which are removed at the end; it holds {others[0].name}"
         )
-    try:
-        with _lock(folder / LOCK):
+    with _lock(folder / LOCK):
+        try:
             yield folder
-    finally:
-        if folder.exists():
+        finally:
             if any(folder.glob("*.done")):
                 say(f"{folder}: finished shards are kept there; the same command goes on from them")
             else:
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)  # it may be gone already
 
 
 def _lock(path: Path) -> AbstractContextManager[object]:
@@ -215,6 +211,13 @@ def _made(job: Job) -> dict[int, ShardRecord]:
     return made
 
 
+def _join(job: Job, prefixes: Sequence[str]) -> None:
+    for key, prefix in enumerate(prefixes):
+        parts = [shard.prefix(job.folder, key) for shard in job.shards]
+        with progress(sum(bin_path(part).stat().st_size for part in parts), "joining", unit="B") as bar:
+            merge_datasets(parts, prefix, copied=bar.update)
+
+
 def _nothing(records: Sequence[ShardRecord], keys: Sequence[str], inputs: Sequence[str]) -> str:
     """Why the dataset would be of no use, "" when it is of use."""
     named = f"--input {' '.join(inputs)}"
@@ -238,7 +241,7 @@ def _list_bad_records(path: Path, shards: Sequence[Shard], records: Sequence[Sha
         path.unlink(missing_ok=True)
         return 0
     with whole_file(path) as output:
-        output.write("".join(lines).encode())
+        output.write("".join(lines).encode(errors="surrogateescape"))  # names of files need not be UTF-8
     say(f"{path}: {counted(len(lines), 'bad record')} left out")
     return len(lines)
 

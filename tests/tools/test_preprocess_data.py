@@ -418,6 +418,7 @@ def test_two_runs_do_not_write_one_dataset(tmp_path: Path) -> None:
     try:
         words: Arguments = ["--input", source, "--output-prefix", tmp_path / "x", *BYTES]
         assert "--output-prefix: another run writes it" in run("preprocess_data", *words, status=2)
+        assert names(tmp_path / "x.shards") == ["lock"]
     finally:
         process.communicate(b"\n")
 
