@@ -113,6 +113,8 @@ def _residual_itemsize(config: MegatronConfig) -> int:
 def _mask_positions(config: MegatronConfig) -> int:
     """Elements of the mask of a fused attention; 0 where every earlier position is allowed."""
     length, window = config.data.seq_length, config.model.window_size
+    if config.bert is not None:  # which keys are padding
+        return length * config.training.micro_batch_size
     if config.data.reset_attention_mask:
         return length**2 * config.training.micro_batch_size
     return length**2 if window is not None and 0 <= window[0] < length - 1 else 0
@@ -165,7 +167,7 @@ def _shared_bytes(config: MegatronConfig) -> int:
     """What all layers of a chunk share: a mask of booleans, and the rotary table."""
     model, length = config.model, config.data.seq_length
     mask = _mask_positions(config)
-    if model.computes_attention_weights(training=True):
+    if model.computes_attention_weights(training=True) and config.bert is None:
         mask = max(mask, length**2) if model.position_embedding_type != "alibi" else 0  # what is added is not kept
     rotary = 0
     if model.position_embedding_type == "rope":
@@ -179,13 +181,23 @@ def _end_bytes(config: MegatronConfig, stage: StageLayout, padded_vocab_size: in
     model, t = config.model, config.parallel.tensor_model_parallel_size
     item, tokens = config.optimizer.params_dtype.itemsize, config.data.seq_length * config.training.micro_batch_size
     own_tokens = tokens // t if config.parallel.sequence_parallel else tokens
+    of_hidden = own_tokens * model.hidden_size * item
+    of_norm = own_tokens * _statistics_bytes(config)
     kept = 0
     if stage.has_embedding:
         kept += tokens * (_INDEX + (t > 1))  # rows of the word embedding, and which of them lie elsewhere
         if model.position_embedding_type == "learned_absolute":
             kept += tokens * _INDEX
+        if config.bert is not None and config.bert.num_token_types:
+            kept += tokens * _INDEX
+        if model.layernorm_placement == "post":
+            kept += of_hidden + of_norm
     if stage.has_output:
-        kept += own_tokens * (model.hidden_size * (_residual_itemsize(config) + item) + _statistics_bytes(config))
+        kept += of_hidden  # what enters the output layer, or a head before it
+        if model.layernorm_placement == "pre":
+            kept += own_tokens * model.hidden_size * _residual_itemsize(config) + of_norm
+        if config.bert is not None:  # what the dense layer, the GELU and the norm give
+            kept += 3 * of_hidden + of_norm
         if not model.fuses_output_layer:
             kept += tokens * (padded_vocab_size // t) * item  # the logits
         if model.normalize_output_weights:  # the rows as they are multiplied, and as wide as their length is taken
