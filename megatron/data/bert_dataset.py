@@ -253,6 +253,7 @@ class _BertRecipe(Recipe[SentenceSource, BertSample]):
         documents = source.document_indices[elements.start : elements.stop + 1]
 
         def build(allocate: Allocate) -> None:
+            source.verify()
             sentences = int(documents[-1] - documents[0])
             if max(sentences, walk.at_least) >= _SENTENCES_OF_SECONDS:
                 logger.info("walking over %s sentences for %s", f"{sentences:,}", split.value)

@@ -125,6 +125,7 @@ def build_gpt_index(
     """
 
     def build(allocate: Allocate) -> None:
+        source.verify()  # by who builds, as nobody else reads all of it
         documents = as_indices(elements)
         tokens_per_epoch = int(source.sequence_lengths[elements.start : elements.stop].sum(dtype=np.int64))
         plan = plan_epochs(

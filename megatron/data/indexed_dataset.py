@@ -21,7 +21,7 @@ import os
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -61,10 +61,15 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 _SAMPLED_BLOCKS, _SAMPLED_BYTES = 16, 4096
+_VERIFIED_AT_ONCE = 1 << 20
 
 
 class IndexedDatasetError(UserError):
     """A token file is missing, truncated, or is not what its other half says."""
+
+
+def _damaged(path: Path, what: str) -> IndexedDatasetError:
+    return IndexedDatasetError(f"{path}: {what}; copy .bin and .idx again, or make them again from the texts")
 
 
 class IndexedDataset:
@@ -103,21 +108,22 @@ class IndexedDataset:
         with self._idx.open("rb") as file:
             header = file.read(_HEADER.size)
         if len(header) < _HEADER.size:
-            raise IndexedDatasetError(f"{self._idx}: {size} bytes, less than the {_HEADER.size} of a header")
+            raise _damaged(self._idx, f"{size} bytes, less than the {_HEADER.size} of a header")
         magic, version, code, num_sequences, num_documents = _HEADER.unpack(header)
         if magic != MAGIC:
-            raise IndexedDatasetError(f"{self._idx}: begins with {magic!r}, an index begins with {MAGIC!r}")
+            raise _damaged(self._idx, f"begins with {magic!r}, an index begins with {MAGIC!r}")
         if version != VERSION:
-            raise IndexedDatasetError(f"{self._idx}: version {version}, only {VERSION} is known")
+            raise _damaged(self._idx, f"version {version}, only {VERSION} is known")
         if code not in DTYPE_CODES:
-            raise IndexedDatasetError(f"{self._idx}: type code {code}, known are {sorted(DTYPE_CODES)}")
+            raise _damaged(self._idx, f"type code {code}, known are {sorted(DTYPE_CODES)}")
         if num_documents < 1:
-            raise IndexedDatasetError(f"{self._idx}: no document index, not even the first entry")
+            raise _damaged(self._idx, "no document index, not even the first entry")
         expected = _HEADER.size + 12 * num_sequences + 8 * num_documents
         if size not in (expected, expected + num_sequences):
-            raise IndexedDatasetError(
-                f"{self._idx}: {size} bytes, but {num_sequences} sequences and {num_documents - 1} documents "
-                f"take {expected}; the file is truncated or damaged"
+            raise _damaged(
+                self._idx,
+                f"{size} bytes, but {num_sequences} sequences and {num_documents - 1} documents take {expected}; "
+                "the file is truncated or damaged",
             )
         self.dtype = DTYPE_CODES[code]
         raw = np.asarray(np.memmap(self._idx, dtype=np.uint8, mode="r"))  # a plain array: a memmap is slow to slice
@@ -136,38 +142,56 @@ class IndexedDataset:
         """What can be known without reading the arrays; `verify` reads them all."""
         first, last = int(self.document_indices[0]), int(self.document_indices[-1])
         if (first, last) != (0, len(self)):
-            raise IndexedDatasetError(
-                f"{self._idx}: documents cover sequences {first} to {last}, the file has 0 to {len(self)}"
-            )
+            raise _damaged(self._idx, f"documents cover sequences {first} to {last}, the file has 0 to {len(self)}")
         expected = 0
         if len(self):
             expected = int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         actual = self._bin.stat().st_size
         if actual != expected:
-            raise IndexedDatasetError(
-                f"{self._bin}: {actual} bytes, but {self._idx} describes {expected}; the file is truncated "
-                "or belongs to another index"
+            raise _damaged(
+                self._bin,
+                f"{actual} bytes, but {self._idx} describes {expected}; the file is truncated or belongs to "
+                "another index",
             )
 
-    def verify(self) -> None:
-        """Check every entry of the index.
+    def verify(self, checked: Callable[[int], object] = lambda entries: None) -> None:
+        """Check every entry of the index, a part of it at a time.
+
+        Args:
+            checked: gets the number of entries after each step, of all sequences and documents together.
 
         Raises:
             IndexedDatasetError: a length is negative, sequences do not follow each other, or documents go
                 backwards.
         """
-        lengths = self.sequence_lengths.astype(np.int64)
-        if (lengths < 0).any():
-            raise IndexedDatasetError(f"{self._idx}: sequence {int(np.argmax(lengths < 0))} has a negative length")
-        expected = np.cumsum(lengths * self.dtype.itemsize) - lengths * self.dtype.itemsize
-        if not np.array_equal(expected, self.pointers):
-            wrong = int(np.argmax(expected != self.pointers))
-            raise IndexedDatasetError(
-                f"{self._idx}: sequence {wrong} begins at byte {int(self.pointers[wrong])}, the sequences "
-                f"before it end at byte {int(expected[wrong])}"
-            )
-        if (np.diff(self.document_indices) < 0).any():
-            raise IndexedDatasetError(f"{self._idx}: the documents are not in ascending order")
+        ended = 0
+        for begin in range(0, len(self), _VERIFIED_AT_ONCE):
+            lengths = self.sequence_lengths[begin : begin + _VERIFIED_AT_ONCE].astype(np.int64)
+            if (lengths < 0).any():
+                wrong = int(np.argmax(lengths < 0))
+                raise _damaged(self._idx, f"sequence {begin + wrong} has a negative length, {lengths[wrong]}")
+            ends = ended + np.cumsum(lengths * self.dtype.itemsize)
+            expected = ends - lengths * self.dtype.itemsize
+            pointers = self.pointers[begin : begin + _VERIFIED_AT_ONCE]
+            if not np.array_equal(expected, pointers):
+                wrong = int(np.argmax(expected != pointers))
+                raise _damaged(
+                    self._idx,
+                    f"sequence {begin + wrong} begins at byte {pointers[wrong]}, the sequences before it end at "
+                    f"byte {expected[wrong]}",
+                )
+            ended = int(ends[-1])
+            checked(lengths.size)
+        for begin in range(0, self.num_documents, _VERIFIED_AT_ONCE):
+            bounds = self.document_indices[begin : begin + _VERIFIED_AT_ONCE + 1]
+            if (backwards := bounds[1:] < bounds[:-1]).any():
+                wrong = int(np.argmax(backwards))
+                raise _damaged(
+                    self._idx,
+                    f"document {begin + wrong} begins at sequence {bounds[wrong]} and ends at {bounds[wrong + 1]}, the "
+                    "documents are not in ascending order",
+                )
+            checked(bounds.size - 1)
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -206,9 +230,7 @@ class IndexedDataset:
             assert self._file is not None
             tokens = np.frombuffer(_read_at(self._file.fileno(), length * self.dtype.itemsize, begin), dtype=self.dtype)
         if tokens.size != length:
-            raise IndexedDatasetError(
-                f"{self._bin}: ends within sequence {index}, which {self._idx} places at byte {begin}"
-            )
+            raise _damaged(self._bin, f"ends within sequence {index}, which {self._idx} places at byte {begin}")
         return tokens
 
     @cached_property

@@ -31,6 +31,7 @@ def merge_datasets(
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     first = datasets[0]
     for dataset in datasets:
+        dataset.verify()
         if dataset.dtype != first.dtype:
             raise IndexedDatasetError(
                 f"{dataset.prefix} holds ids of {dataset.dtype}, {first.prefix} of {first.dtype}: they were made with "

@@ -37,6 +37,9 @@ class MockTokens:
     def __len__(self) -> int:
         return _NUM_DOCUMENTS
 
+    def verify(self) -> None:
+        """What is made up contradicts nothing."""
+
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         """Ids `offset` to `offset + length` (None: to its end) of document `index`."""
         available = int(self.sequence_lengths[index])
@@ -65,6 +68,9 @@ class MockSentences:
         self._starts = ends.ravel() - self.sequence_lengths
         self.fingerprint = f"mock sentences, {_NUM_SENTENCES} sequences"
         self.content = f"ids below {vocab_size}"
+
+    def verify(self) -> None:
+        """What is made up contradicts nothing."""
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         """Ids `offset` to `offset + length` (None: to its end) of sentence `index`."""

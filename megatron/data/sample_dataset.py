@@ -42,12 +42,17 @@ class TokenSource(Protocol):
     def content(self) -> str:
         """Tells ids from others of the same lengths, without reading all of them."""
 
+    def verify(self) -> None:
+        """Raises UserError where the lengths, or the places of the sequences, contradict each other."""
+
     def get(self, index: int, offset: int = 0, length: int | None = None) -> TokenArray:
         """`length` ids of sequence `index` from `offset` on; None: to its end."""
 
 
 def check_vocabulary(ids: TokenArray, vocab_size: int, prefix: str) -> None:
-    """Raises UserError where an id, which was read from `prefix`, is outside the vocabulary."""
+    """Raises UserError where an id, which was read from `prefix`, is outside the vocabulary, or is none."""
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise UserError(f"{prefix}: holds {ids.dtype}, and ids are whole numbers; name a dataset of ids")
     low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
     if low < 0 or high >= vocab_size:
         raise UserError(

@@ -225,7 +225,11 @@ def test_two_more_bytes_are_the_modes_of_two_sequences(tmp_path: Path) -> None:
         (34 + 8 + 16 + 8, struct.pack("<q", 5), "not in ascending order"),
     ],
 )
-def test_verify_finds_what_opening_does_not_read(offset: int, value: bytes, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [1, 100])
+def test_verify_finds_what_opening_does_not_read(
+    offset: int, value: bytes, message: str, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.data.indexed_dataset._VERIFIED_AT_ONCE", at_once)
     prefix = write_corpus(tmp_path / "corpus", [[[1, 2, 3]], [[4, 5, 6]]])
     content = bytearray(Path(f"{prefix}.idx").read_bytes())
     content[offset : offset + len(value)] = value
@@ -233,6 +237,18 @@ def test_verify_finds_what_opening_does_not_read(offset: int, value: bytes, mess
     dataset = IndexedDataset(prefix)
     with pytest.raises(IndexedDatasetError, match=message):
         dataset.verify()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 100])
+def test_verify_counts_all_sequences_and_documents(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.data.indexed_dataset._VERIFIED_AT_ONCE", at_once)
+    dataset = IndexedDataset(write_corpus(tmp_path / "corpus", [[[1], [2, 3]], [], [[4]], [[], [5, 6, 7]], []]))
+    steps: list[int] = []
+    dataset.verify(steps.append)
+    assert sum(steps) == 5 + 5
+    assert max(steps) <= at_once
 
 
 @pytest.mark.parametrize("length", [1, 10, 3000, 500_000])
