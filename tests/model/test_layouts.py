@@ -14,7 +14,7 @@ from megatron.core.parallel_state import build_parallel_state, grid_of_world
 from megatron.core.shard import shard_of
 from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.model.flops import built_parameter_count, elements_of_chunk, parameter_count
-from megatron.model.gpt_model import GPTModel
+from megatron.model.language_model import LanguageModel
 from tests.helpers.distributed import run_distributed
 from tests.helpers.numerics import assert_all_parity, assert_bitwise
 from tests.model.tiny import VOCAB, batch, build, tiny_config, whole
@@ -52,7 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def whole_gradients(model: GPTModel, group: CommGroup) -> dict[str, Tensor]:
+def whole_gradients(model: LanguageModel, group: CommGroup) -> dict[str, Tensor]:
     """The gradient of each global tensor, put together from the pieces of all ranks.
 
     Each rank adds its pieces into a global tensor of zeros: replicated runs and partial gradients sum up, as

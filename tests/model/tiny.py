@@ -12,6 +12,7 @@ from megatron.config.transformer import TransformerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.model.gpt_model import GPTModel
 from megatron.model.init import initialize_weights
+from megatron.model.language_model import LanguageModel
 from tests.tensor_parallel.ranks import placed
 
 VOCAB = 61  # a prime: no tensor-parallel size divides it
@@ -99,7 +100,7 @@ def batch(size: int = 2, sequence: int = SEQUENCE, vocab_size: int = VOCAB, seed
     return Batch(text[:, :-1], torch.arange(sequence).expand(size, -1), text[:, 1:].contiguous())
 
 
-def jitter(model: GPTModel, seed: int = 11) -> None:
+def jitter(model: LanguageModel, seed: int = 11) -> None:
     """Add noise to every parameter of a whole model, so that biases and norms are not trivial."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
