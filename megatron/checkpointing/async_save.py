@@ -117,7 +117,7 @@ class AsyncSaver:
             agree(self._world, save.phase, lambda: self._make_ready(background), raises=CheckpointError)
         except Exception:
             if background is not None:
-                background.close_index()
+                background.discard_index_file()
             save.discard()
             raise
         self._background = background
@@ -180,7 +180,7 @@ class AsyncSaver:
         save = background.save
         if save.share.tensors:
             background.copy = self._buffer.snapshot(save.share)
-            background.index = save.open_index()
+            background.index_file = save.open_index_file()
 
 
 @dataclass(kw_only=True)
@@ -191,7 +191,7 @@ class _Background:
     writers: Sequence[int]
     afterwards: Callable[[], Iterable[str]]
     copy: Callable[[], Share] = Share
-    index: WholeFile | None = None
+    index_file: WholeFile | None = None
     copied: threading.Event = field(default_factory=threading.Event)
     share_ended: threading.Event = field(default_factory=threading.Event)
     share_error: Exception | None = None
@@ -223,9 +223,9 @@ class _Background:
         with self._publishing:
             self._given_up = True
 
-    def close_index(self) -> None:
-        if self.index is not None:
-            self.index.discard()
+    def discard_index_file(self) -> None:
+        if self.index_file is not None:
+            self.index_file.discard()
 
     # ---- the thread that copies and writes ----
 
@@ -241,17 +241,17 @@ class _Background:
             self.end = self._end_on_first_rank(started)
 
     def _write_share(self) -> None:
-        if self.index is None:
+        if self.index_file is None:
             return
         try:
             self._copy_share()
-            self.save.write_shard(self.index.file)
-            self.index.publish()
+            self.save.write_shard(self.index_file.file)
+            self.index_file.publish()
         except Exception as error:
             self._leave_word(error)
             raise
         finally:
-            self.index.discard()
+            self.index_file.discard()
 
     def _copy_share(self) -> None:
         try:
@@ -306,15 +306,15 @@ class _Background:
             lost: set[int] = set()
             if time.monotonic() - looked > _LOOK_FOR_LOST_SECONDS:
                 looked = time.monotonic()
-                silent = {rank for rank in waiting if not has_writer(folder / storage.share_file(rank))}
+                silent = {rank for rank in waiting if not has_writer(folder / storage.index_file(rank))}
                 lost, unheard = silent & unheard, silent
             names = set(os.listdir(folder))  # after the locks: who has given up one has left a file by then
             for rank in sorted(waiting):
                 if storage.failure_file(rank) in names:
                     failures.append((folder / storage.failure_file(rank)).read_text(encoding="utf-8"))
-                elif rank in lost and storage.share_file(rank) not in names:
+                elif rank in lost and storage.index_file(rank) not in names:
                     failures.append(f"rank {rank} has ended, and left its share unwritten")
-                elif storage.share_file(rank) not in names:
+                elif storage.index_file(rank) not in names:
                     continue
                 waiting.remove(rank)
             if not waiting:

@@ -157,21 +157,21 @@ def check_cover(index: Index, source: str) -> None:
             raise CheckpointError(f"{source}: {key}: {fault}")
 
 
-def merge(shares: Iterable[tuple[str, Index]]) -> Index:
+def merge(indices: Iterable[tuple[str, Index]]) -> Index:
     """The index of the checkpoint from those of all ranks' shares (each with its source, for messages).
 
     Raises:
         CheckpointError: the ranks disagree about a tensor, or their slices overlap or leave a hole.
     """
-    shares = list(shares)
+    indices = list(indices)
     files: dict[str, int] = {}
     merged: dict[str, StoredTensor] = {}
-    first = shares[0][1]
-    for source, share in shares:
-        if (share.iteration, share.block_bytes) != (first.iteration, first.block_bytes):
-            raise CheckpointError(f"{source} belongs to another save: iteration {share.iteration}")
-        files.update(share.files)
-        for key, tensor in share.tensors.items():
+    first = indices[0][1]
+    for source, index in indices:
+        if (index.iteration, index.block_bytes) != (first.iteration, first.block_bytes):
+            raise CheckpointError(f"{source} belongs to another save: iteration {index.iteration}")
+        files.update(index.files)
+        for key, tensor in index.tensors.items():
             known = merged.get(key)
             if known is None:
                 merged[key] = tensor
@@ -183,9 +183,9 @@ def merge(shares: Iterable[tuple[str, Index]]) -> Index:
             else:
                 slices = known.slices + tensor.slices
                 merged[key] = StoredTensor(dtype=known.dtype, shape=known.shape, slices=slices)
-    index = Index(iteration=first.iteration, block_bytes=first.block_bytes, files=files, tensors=merged)
-    check_cover(index, "the tensors to save")
-    return index
+    whole = Index(iteration=first.iteration, block_bytes=first.block_bytes, files=files, tensors=merged)
+    check_cover(whole, "the tensors to save")
+    return whole
 
 
 @dataclass(frozen=True)

@@ -139,23 +139,23 @@ class Save:
     def write(self) -> None:
         """Write this rank's shard and, when that is on disk, the index of it."""
         if self.share.tensors:
-            index = self.open_index()
+            index_file = self.open_index_file()
             try:
-                self.write_shard(index.file)
-                index.publish()
+                self.write_shard(index_file.file)
+                index_file.publish()
             finally:
-                index.discard()
+                index_file.discard()
 
-    def open_index(self) -> WholeFile:
+    def open_index_file(self) -> WholeFile:
         """The file for the index of this rank's share. It has its name only when the share is on disk."""
         try:
-            return WholeFile(self.folder / storage.share_file(self.rank))
+            return WholeFile(self.folder / storage.index_file(self.rank))
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{self.folder}, made by rank 0, is not here: --save must be a file system that all nodes share"
             ) from error
 
-    def write_shard(self, index: BinaryIO) -> None:
+    def write_shard(self, index_file: BinaryIO) -> None:
         """Write this rank's shard, and to an open file the index of it."""
         files: dict[str, int] = {}
         checksums: dict[str, tuple[int, ...]] = {}
@@ -170,15 +170,15 @@ class Save:
             key: StoredTensor(dtype=tensor.dtype, shape=tensor.shape, slices=tuple(slices[key]))
             for key, tensor in self.share.tensors.items()
         }
-        share = Index(iteration=self.iteration, block_bytes=storage.BLOCK_BYTES, files=files, tensors=tensors)
-        index.write(share.to_json().encode())
+        index = Index(iteration=self.iteration, block_bytes=storage.BLOCK_BYTES, files=files, tensors=tensors)
+        index_file.write(index.to_json().encode())
 
     def publish(self, writers: Sequence[int]) -> None:
         """On the first rank: merge the indices of the ranks that wrote, mark the checkpoint complete, name it."""
         if self.rank != 0:
             return
         indices = []
-        names = [storage.share_file(rank) for rank in writers]
+        names = [storage.index_file(rank) for rank in writers]
         for name in names:
             path = self.folder / name
             try:

@@ -74,7 +74,7 @@ def shard_file(rank: int) -> str:
     return f"shard_{rank:05d}.safetensors"
 
 
-def share_file(rank: int) -> str:
+def index_file(rank: int) -> str:
     """The index of one rank's share, until the first rank has merged them."""
     return f"index_{rank:05d}.json"
 

@@ -193,7 +193,7 @@ def test_names_appear_only_after_what_they_name_is_on_the_disk(tmp_path: Path, h
         SAVES[how](tmp_path, 20, 2.0)
     assert not unsynced_bytes
     assert str(tmp_path / storage.TRACKER_FILE) not in unsynced_names
-    assert renames == [storage.share_file(0), "iter_0000020", storage.TRACKER_FILE]
+    assert renames == [storage.index_file(0), "iter_0000020", storage.TRACKER_FILE]
 
 
 # ---- kill -9 at random moments ----
