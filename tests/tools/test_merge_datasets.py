@@ -6,19 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_dataset import IndexedDatasetWriter
+from tests.data.corpora import write_corpus
 from tests.helpers.datasets import documents, same_files, sequences, write_lines
 from tests.helpers.tokenizer_files import FIXTURES
 from tests.helpers.tools import names, run
 
 PREPROCESS = FIXTURES / "preprocess"
-
-
-def write(prefix: Path, content: list[list[list[int]]], dtype: str = "uint16") -> Path:
-    with IndexedDatasetWriter(prefix, dtype=dtype) as writer:
-        for document in content:
-            writer.add_document([token for sequence in document for token in sequence], map(len, document))
-    return prefix
 
 
 def test_the_files_are_megatrons_byte_for_byte(tmp_path: Path) -> None:
@@ -33,7 +26,7 @@ def test_the_files_are_megatrons_byte_for_byte(tmp_path: Path) -> None:
 def test_documents_begin_where_they_did(tmp_path: Path) -> None:
     """Of several sequences, without any, in more than two files."""
     contents = [[[[1, 2]], [[3]]], [[], [[4], [5, 6, 7]], []], [], [[[8]], []]]
-    prefixes = [write(tmp_path / str(index), content) for index, content in enumerate(contents)]
+    prefixes = [write_corpus(tmp_path / str(index), content) for index, content in enumerate(contents)]
     said = run("merge_datasets", "--input", *prefixes, "--output-prefix", tmp_path / "merged")
     assert sequences(tmp_path / "merged") == [document for content in contents for document in content]
     assert ": 7 documents, 8 tokens of uint16 from 4 datasets" in said
@@ -55,7 +48,7 @@ def test_merging_is_tokenizing_all_texts_together(tmp_path: Path) -> None:
 def test_the_order_is_that_of_the_words_and_of_names_in_a_folder(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for number in (10, 9, 1):
-        write(tmp_path / "in" / f"part{number}", [[[number]]])
+        write_corpus(tmp_path / "in" / f"part{number}", [[[number]]])
     words = ["--input", tmp_path / "in" / "part9", tmp_path / "in", "--output-prefix", tmp_path / "merged"]
     run("merge_datasets", *words)
     assert documents(tmp_path / "merged") == [[9], [1], [10], [9]]
@@ -76,11 +69,11 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path, arguments: list[str], 
     folder = tmp_path / "in"
     for name in ("half", "empty"):
         (folder / name).mkdir(parents=True)
-    write(folder / "a", [[[1]]])
-    write(folder / "wide", [[[1]]], "int32")
-    write(folder / "half" / "b", [[[1]]])
+    write_corpus(folder / "a", [[[1]]])
+    write_corpus(folder / "wide", [[[1]]], np.int32)
+    write_corpus(folder / "half" / "b", [[[1]]])
     (folder / "half" / "b.idx").unlink()
-    write(folder / "short", [[[1, 2]]])
+    write_corpus(folder / "short", [[[1, 2]]])
     (folder / "short.bin").write_bytes(np.array([1], np.uint16).tobytes())
     before = names(folder)
     words = [word.format(folder=folder) for word in arguments]
