@@ -51,7 +51,13 @@ class OpenedModel:
 
         Raises:
             CheckpointError: the checkpoint is damaged, holds another model, or is not the same on all ranks.
+            UserError: it holds a BERT.
         """
+        if self.config.task != "gpt":
+            raise UserError(
+                f"{self.checkpoint.folder} holds a {self.config.task.upper()}, which does not continue texts; "
+                "tools/fill_mask.py fills the masks in one"
+            )
         folder = self.checkpoint.folder.parent
         checkpoint = load_checkpoint(folder, step=self.checkpoint.iteration, world=ranks.world)
         rows = self.config.model_vocab_size(self.tokenizer.vocab_size)

@@ -24,7 +24,7 @@ _REFUSED = """
 --use-mp-args-from-checkpoint-args --non-persistent-save-interval
 --context-parallel-size=2 --num-experts --use-legacy-models
 --deterministic-mode --use-torch-fsdp2 --fp8-format --tp-comm-overlap --profile
---log-memory-to-tensorboard --wandb-project --manual-gc --yaml-cfg --train-data --bert-no-binary-head
+--log-memory-to-tensorboard --wandb-project --manual-gc --yaml-cfg --train-data --max-preds-per-seq
 """
 
 

@@ -6,9 +6,12 @@ from math import log
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.checkpointing import CheckpointError
 from megatron.config.problems import UserError
+from megatron.inference.load import open_model
+from megatron.inference.stages import ModelRanks
 from megatron.training.bert import bert_datasets, bert_model
 from megatron.training.pretrain import build_run, train
 from megatron.training.run import Run
@@ -123,6 +126,8 @@ def test_a_checkpoint_of_the_other_task_is_refused_by_the_names_of_the_programs(
         CheckpointError, match=r"holds a BERT, which pretrain_bert\.py goes on with; this is pretrain_gpt"
     ):
         tiny_run(0, 1, "--load", str(tmp_path / "bert"))
+    with pytest.raises(UserError, match=r"holds a BERT, which does not continue texts; tools/fill_mask\.py"):
+        open_model(tmp_path / "bert").load(ModelRanks.single(), torch.device("cpu"))
 
 
 def test_a_tokenizer_without_the_tokens_of_bert_is_refused() -> None:
