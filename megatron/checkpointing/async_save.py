@@ -22,13 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import storage
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.save import Save
+from megatron.checkpointing.save import PreparedSave, Save
 from megatron.checkpointing.shares import Share, share_of
 from megatron.checkpointing.staging import StagingBuffer
 from megatron.config.problems import counted, listing
@@ -109,11 +109,11 @@ class AsyncSaver:
             CheckpointError: on all ranks, naming those that failed and why; nothing is being written then.
         """
         assert self._background is None, "the last save was not finished"
-        save = Save(root=Path(root), iteration=iteration, rank=self._world.rank, metadata=metadata)
+        save = Save(root=Path(root), iteration=iteration, rank=self._world.rank)
         background = None
         try:
-            writers = save.prepare_on_all(tensors, self._world, self._replicas)
-            background = _Background(save=save, writers=writers, afterwards=afterwards)
+            prepared, writers = save.prepare_on_all(tensors, metadata, world=self._world, replicas=self._replicas)
+            background = _Background(save=prepared, writers=writers, afterwards=afterwards)
             agree(self._world, save.phase, lambda: self._make_ready(background), raises=CheckpointError)
         except Exception:
             if background is not None:
@@ -187,7 +187,7 @@ class AsyncSaver:
 class _Background:
     """One save in the background, seen from one rank. See Note [Ranks that write in the background]."""
 
-    save: Save
+    save: PreparedSave
     writers: Sequence[int]
     afterwards: Callable[[], Iterable[str]]
     copy: Callable[[], Share] = Share
@@ -244,8 +244,7 @@ class _Background:
         if self.index_file is None:
             return
         try:
-            self._copy_share()
-            self.save.write_shard(self.index_file.file)
+            self._copy().write_shard(self.index_file.file)
             self.index_file.publish()
         except Exception as error:
             self._leave_word(error)
@@ -253,12 +252,14 @@ class _Background:
         finally:
             self.index_file.discard()
 
-    def _copy_share(self) -> None:
+    def _copy(self) -> PreparedSave:
+        """The save of the copy."""
         try:
-            self.save.share = self.copy()
+            save = replace(self.save, share=self.copy())
         except (MemoryError, RuntimeError) as error:  # no room for what is copied in parts, on the host or the GPU
             raise CheckpointError(f"copying what is to be saved: {reason_of(error)}") from error
         self.copied.set()
+        return save
 
     def _leave_word(self, error: Exception) -> None:
         """Say why, on a disk that may be full: what was written makes room for it."""

@@ -7,7 +7,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,11 +51,11 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks, naming those that failed and why.
     """
-    save = Save(root=Path(root), iteration=iteration, rank=world.rank, metadata=metadata)
+    save = Save(root=Path(root), iteration=iteration, rank=world.rank)
     try:
-        writers = save.prepare_on_all(tensors, world, replicas)
-        agree(world, save.phase, save.write, raises=CheckpointError)
-        agree(world, save.phase, lambda: save.publish(writers), raises=CheckpointError)
+        prepared, writers = save.prepare_on_all(tensors, metadata, world=world, replicas=replicas)
+        agree(world, save.phase, prepared.write, raises=CheckpointError)
+        agree(world, save.phase, lambda: prepared.publish(writers), raises=CheckpointError)
     except Exception:
         save.discard()
         raise
@@ -66,11 +66,12 @@ def save_converted(
     root: str | os.PathLike[str], iteration: int, tensors: Sequence[storage.LazySlice], metadata: Mapping[str, Any]
 ) -> Path:
     """Save whole tensors from one process, each read when its turn comes; otherwise as `save_checkpoint`."""
-    save = Save(root=Path(root), iteration=iteration, rank=0, metadata=metadata)
+    save = Save(root=Path(root), iteration=iteration, rank=0)
     try:
-        writers = save.writers([save.prepare_share(lazy_share(tensors))])
-        save.write()
-        save.publish(writers)
+        prepared = save.prepare(lazy_share(tensors), metadata)
+        save.check_room([prepared.plan])
+        prepared.write()
+        prepared.publish(writers_of([prepared.plan]))
     except Exception:
         save.discard()
         raise
@@ -86,16 +87,18 @@ class Plan:
     free_bytes: int
 
 
-@dataclass(kw_only=True)
+def writers_of(plans: Sequence[Plan]) -> list[int]:
+    """The ranks that write something."""
+    return [rank for rank, plan in enumerate(plans) if plan.writes]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Save:
     """One rank's part of one save. All ranks must have ended a phase before any begins the next."""
 
     root: Path
     iteration: int
     rank: int
-    metadata: Mapping[str, Any]
-    share: Share = field(default_factory=Share)
-    metadata_text: bytes = b""
 
     @property
     def folder(self) -> Path:
@@ -106,35 +109,65 @@ class Save:
         """What is done, in words for errors."""
         return f"saving iteration {self.iteration} to {self.root}"
 
-    def prepare_on_all(self, tensors: Iterable[NamedTensor], world: CommGroup, replicas: CommGroup) -> list[int]:
-        """Prepare, and see that there is room for all; a collective. Returns: the ranks that write something."""
-        return self.writers(agree(world, self.phase, lambda: self.prepare(tensors, replicas), raises=CheckpointError))
+    def prepare_on_all(
+        self, tensors: Iterable[NamedTensor], metadata: Mapping[str, Any], *, world: CommGroup, replicas: CommGroup
+    ) -> tuple[PreparedSave, list[int]]:
+        """Prepare, and see that there is room for all; a collective. Returns: also the ranks that write something."""
+        prepared: list[PreparedSave] = []
 
-    def writers(self, plans: Sequence[Plan]) -> list[int]:
-        """The ranks that write something, once there is room for all."""
-        needed, free = sum(plan.planned_bytes for plan in plans), plans[0].free_bytes
-        if free < needed:
-            raise CheckpointError(f"{self.phase}: {needed:,} bytes are needed, {free:,} are free")
-        return [rank for rank, plan in enumerate(plans) if plan.writes]
+        def prepare() -> Plan:
+            prepared.append(self.prepare(share_of(tensors, replicas), metadata))
+            return prepared[0].plan
 
-    def prepare(self, tensors: Iterable[NamedTensor], replicas: CommGroup = _UNSHARED) -> Plan:
-        """Decide what this rank writes; the first also checks the metadata and makes the temporary folder."""
-        return self.prepare_share(share_of(tensors, replicas))
+        plans = agree(world, self.phase, prepare, raises=CheckpointError)
+        self.check_room(plans)
+        return prepared[0], writers_of(plans)
 
-    def prepare_share(self, share: Share) -> Plan:
-        """Make ready to write a share."""
-        self.share = share
-        free_bytes = 0
+    def prepare(self, share: Share, metadata: Mapping[str, Any]) -> PreparedSave:
+        """Make ready to write a share; the first rank also checks the metadata and makes the temporary folder."""
+        metadata_text, free_bytes = b"", 0
         if self.rank == 0:
-            check_json(self.metadata, "metadata")
-            self.metadata_text = json.dumps(self.metadata, indent=1).encode()
+            check_json(metadata, "metadata")
+            metadata_text = json.dumps(metadata, indent=1).encode()
             make_folder(self.root)
             storage.clear_leftovers(self.root)
             storage.check_replaceable(self.root, self.iteration)
             self.folder.mkdir()
             file_system = os.statvfs(self.root)
             free_bytes = file_system.f_bavail * file_system.f_frsize
-        return Plan(planned_bytes=self.share.size, writes=bool(self.share.tensors), free_bytes=free_bytes)
+        plan = Plan(planned_bytes=share.size, writes=bool(share.tensors), free_bytes=free_bytes)
+        return PreparedSave(
+            root=self.root,
+            iteration=self.iteration,
+            rank=self.rank,
+            share=share,
+            metadata_text=metadata_text,
+            plan=plan,
+        )
+
+    def check_room(self, plans: Sequence[Plan]) -> None:
+        """Refuse to begin what there is no room for."""
+        needed, free = sum(plan.planned_bytes for plan in plans), plans[0].free_bytes
+        if free < needed:
+            raise CheckpointError(f"{self.phase}: {needed:,} bytes are needed, {free:,} are free")
+
+    def discard(self) -> None:
+        """Give the disk space of a failed save back; the next save removes what cannot be removed now."""
+        if self.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedSave(Save):
+    """A save that can begin.
+
+    Attributes:
+        metadata_text: what is written of the metadata, on the first rank.
+    """
+
+    share: Share
+    metadata_text: bytes
+    plan: Plan
 
     def write(self) -> None:
         """Write this rank's shard and, when that is on disk, the index of it."""
@@ -207,11 +240,6 @@ class Save:
         sync_folder(self.folder)
         storage.write_file(self.folder / storage.COMPLETE_FILE, json.dumps(marker, separators=(",", ":")).encode())
         storage.publish(self.root, self.iteration)
-
-    def discard(self) -> None:
-        """Give the disk space of a failed save back; the next save removes what cannot be removed now."""
-        if self.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def check_json(value: object, path: str) -> None:

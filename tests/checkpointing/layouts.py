@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpointing.save import Save
+from megatron.checkpointing.save import Save, writers_of
+from megatron.checkpointing.shares import share_of
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import Init, NamedTensor, Piece, Shard, whole_pieces
 
@@ -147,12 +148,14 @@ def fill(local: Tensor, shard: Shard, value: Tensor) -> None:
 
 def save_simulated(root: Path, iteration: int, ranks: list[list[NamedTensor]], metadata: dict[str, object]) -> None:
     """Save as if each list belonged to a rank of its own; all end a phase before any begins the next."""
-    saves = [Save(root=root, iteration=iteration, rank=rank, metadata=metadata) for rank in range(len(ranks))]
-    plans = [save.prepare(tensors) for save, tensors in zip(saves, ranks, strict=True)]
+    saves = [
+        Save(root=root, iteration=iteration, rank=rank).prepare(share_of(tensors, ALONE), metadata)
+        for rank, tensors in enumerate(ranks)
+    ]
     for save in saves:
         save.write()
     for save in saves:
-        save.publish([rank for rank, plan in enumerate(plans) if plan.writes])
+        save.publish(writers_of([save.plan for save in saves]))
 
 
 def whole(key: str, tensor: Tensor) -> NamedTensor:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpointing import CheckpointError, load_checkpoint
-from megatron.checkpointing.save import Save
+from megatron.checkpointing.save import Save, writers_of
 from megatron.checkpointing.shares import rows_of_share, share_of
 from megatron.core.comm_group import CommGroup
 from megatron.core.kernels.float_halves import Halves, split_
@@ -29,12 +29,14 @@ def replicas(rank: int, size: int) -> CommGroup:
 
 def save_replicas(root: Path, ranks: list[list[NamedTensor]]) -> None:
     """As if each list belonged to a data-parallel rank of its own."""
-    saves = [Save(root=root, iteration=1, rank=rank, metadata={}) for rank in range(len(ranks))]
-    plans = [save.prepare(ranks[save.rank], replicas(save.rank, len(ranks))) for save in saves]
+    saves = [
+        Save(root=root, iteration=1, rank=rank).prepare(share_of(tensors, replicas(rank, len(ranks))), {})
+        for rank, tensors in enumerate(ranks)
+    ]
     for save in saves:
         save.write()
     for save in saves:
-        save.publish([rank for rank, plan in enumerate(plans) if plan.writes])
+        save.publish(writers_of([save.plan for save in saves]))
 
 
 def files_of(root: Path) -> dict[str, set[str]]:
