@@ -31,6 +31,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.save import PreparedSave, Save
 from megatron.checkpointing.shares import Share, share_of
 from megatron.checkpointing.staging import StagingBuffer
+from megatron.checkpointing.storage import PendingSlice
 from megatron.config.problems import counted, listing
 from megatron.core.agreement import agree, place_of, reason_of
 from megatron.core.comm_group import CommGroup
@@ -187,10 +188,10 @@ class AsyncSaver:
 class _Background:
     """One save in the background, seen from one rank. See Note [Ranks that write in the background]."""
 
-    save: PreparedSave
+    save: PreparedSave[PendingSlice]
     writers: Sequence[int]
     afterwards: Callable[[], Iterable[str]]
-    copy: Callable[[], Share] = Share
+    copy: Callable[[], Share[PendingSlice]] = Share
     index_file: WholeFile | None = None
     copied: threading.Event = field(default_factory=threading.Event)
     share_ended: threading.Event = field(default_factory=threading.Event)
@@ -252,7 +253,7 @@ class _Background:
         finally:
             self.index_file.discard()
 
-    def _copy(self) -> PreparedSave:
+    def _copy(self) -> PreparedSave[PendingSlice]:
         """The save of the copy."""
         try:
             save = replace(self.save, share=self.copy())

@@ -9,12 +9,12 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Generic
 
 from megatron.checkpointing import storage
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.index import VERSION, Index, StoredSlice, StoredTensor, merge, parse_index
-from megatron.checkpointing.shares import Share, lazy_share, share_of
+from megatron.checkpointing.shares import Share, SomeSlice, lazy_share, share_of
 from megatron.core.agreement import agree
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import NamedTensor
@@ -111,9 +111,9 @@ class Save:
 
     def prepare_on_all(
         self, tensors: Iterable[NamedTensor], metadata: Mapping[str, Any], *, world: CommGroup, replicas: CommGroup
-    ) -> tuple[PreparedSave, list[int]]:
+    ) -> tuple[PreparedSave[storage.PendingSlice], list[int]]:
         """Prepare, and see that there is room for all; a collective. Returns: also the ranks that write something."""
-        prepared: list[PreparedSave] = []
+        prepared: list[PreparedSave[storage.PendingSlice]] = []
 
         def prepare() -> Plan:
             prepared.append(self.prepare(share_of(tensors, replicas), metadata))
@@ -123,7 +123,7 @@ class Save:
         self.check_room(plans)
         return prepared[0], writers_of(plans)
 
-    def prepare(self, share: Share, metadata: Mapping[str, Any]) -> PreparedSave:
+    def prepare(self, share: Share[SomeSlice], metadata: Mapping[str, Any]) -> PreparedSave[SomeSlice]:
         """Make ready to write a share; the first rank also checks the metadata and makes the temporary folder."""
         metadata_text, free_bytes = b"", 0
         if self.rank == 0:
@@ -158,14 +158,14 @@ class Save:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedSave(Save):
+class PreparedSave(Save, Generic[SomeSlice]):
     """A save that can begin.
 
     Attributes:
         metadata_text: what is written of the metadata, on the first rank.
     """
 
-    share: Share
+    share: Share[SomeSlice]
     metadata_text: bytes
     plan: Plan
 

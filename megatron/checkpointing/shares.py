@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.index import DTYPE_NAMES, StoredTensor
 from megatron.checkpointing.slices import held_parts
-from megatron.checkpointing.storage import LazySlice, PendingSlice
+from megatron.checkpointing.storage import LazySlice, PendingSlice, size_of
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import NamedTensor
 
+SomeSlice = TypeVar("SomeSlice", PendingSlice, LazySlice)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """What one rank writes.
+class Share(Generic[SomeSlice]):
+    """What one rank writes: slices of one kind.
 
     Attributes:
         tensors: the global tensors that it speaks of, without their slices.
@@ -23,15 +26,15 @@ class Share:
     """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    pending: Sequence[PendingSlice | LazySlice] = ()
+    pending: Sequence[SomeSlice] = ()
 
     @property
     def size(self) -> int:
         """Bytes of all slices."""
-        return sum(part.size for part in self.pending)
+        return sum(map(size_of, self.pending))
 
 
-def share_of(tensors: Iterable[NamedTensor], replicas: CommGroup) -> Share:
+def share_of(tensors: Iterable[NamedTensor], replicas: CommGroup) -> Share[PendingSlice]:
     """This rank's share.
 
     Args:
@@ -58,7 +61,7 @@ def share_of(tensors: Iterable[NamedTensor], replicas: CommGroup) -> Share:
         parts += [
             PendingSlice(key=named.key, tensor=part.values, box=part.placed) for part in held_parts(named) if part.owned
         ]
-    tables = [(part.box.rows, part.size // part.box.rows) for part in replicated]
+    tables = [(part.box.rows, size_of(part) // part.box.rows) for part in replicated]
     for part, rows in zip(replicated, rows_of_share(tables, replicas.rank, replicas.size), strict=True):
         if rows:
             alone.append(part if len(rows) == part.box.rows else part.cut(rows))
@@ -68,7 +71,7 @@ def share_of(tensors: Iterable[NamedTensor], replicas: CommGroup) -> Share:
     return Share(tensors=known, pending=alone)
 
 
-def lazy_share(slices: Sequence[LazySlice]) -> Share:
+def lazy_share(slices: Sequence[LazySlice]) -> Share[LazySlice]:
     """All of a checkpoint that one process writes, each slice of which is a whole tensor."""
     tensors = {part.key: StoredTensor(dtype=part.dtype, shape=part.shape, slices=()) for part in slices}
     return Share(tensors=tensors, pending=slices)

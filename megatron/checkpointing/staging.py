@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.checkpointing import storage
 from megatron.checkpointing.shares import Share
+from megatron.checkpointing.storage import PendingSlice, copy_elements, size_of
 
 _ALIGNMENT = 64
 
@@ -23,15 +23,15 @@ class StagingBuffer:
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def reserve(self, share: Share) -> None:
+    def reserve(self, share: Share[PendingSlice]) -> None:
         """Have room for a share; pinned where it is copied from a GPU."""
-        size = sum(_room(part.size) for part in share.pending)
+        size = sum(_room(size_of(part)) for part in share.pending)
         if self.memory.numel() < size:
             on_gpu = any(part.tensor.device.type == "cuda" for part in share.pending)
             self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
             self.memory.zero_()
 
-    def snapshot(self, share: Share) -> Callable[[], Share]:
+    def snapshot(self, share: Share[PendingSlice]) -> Callable[[], Share[PendingSlice]]:
         """What copies a share as it is now, to be called by another thread while nothing changes its tensors.
 
         The copy is of the same slices, and must be written before the next one is made.
@@ -40,32 +40,33 @@ class StagingBuffer:
         moment = _moment(share)
         return lambda: self._copy(share, moment)
 
-    def _copy(self, share: Share, moment: torch.cuda.Event | None) -> Share:
+    def _copy(self, share: Share[PendingSlice], moment: torch.cuda.Event | None) -> Share[PendingSlice]:
         with _following(moment):
             return Share(tensors=share.tensors, pending=self._copied(share))
 
-    def _copied(self, share: Share) -> list[storage.PendingSlice | storage.LazySlice]:
-        staged: list[storage.PendingSlice | storage.LazySlice] = []
+    def _copied(self, share: Share[PendingSlice]) -> list[PendingSlice]:
+        staged: list[PendingSlice] = []
         first = 0
         for run in _runs(share.pending):
             room = self.memory[first : first + run.size]
             first += _room(run.size)
             position = 0
             for part in run.parts:
-                values = room[position : position + part.size].view(part.dtype).view(part.shape)
-                staged.append(storage.PendingSlice(key=part.key, tensor=values, box=part.box))
-                position += part.size
+                stop = position + size_of(part)
+                values = room[position:stop].view(part.dtype).view(part.shape)
+                staged.append(PendingSlice(key=part.key, tensor=values, box=part.box))
+                position = stop
             if run.is_plain:
                 # By the C library, which writes around the caches where it copies some hundred megabytes at once: one
                 # core is as fast as the memory, and torch would take those that train.
                 np.copyto(room.numpy(), run.bytes().numpy())
             else:
                 (part,) = run.parts
-                storage.copy_elements(part.tensor, room.view(part.dtype))
+                copy_elements(part.tensor, room.view(part.dtype))
         return staged
 
 
-def _moment(share: Share) -> torch.cuda.Event | None:
+def _moment(share: Share[PendingSlice]) -> torch.cuda.Event | None:
     """On a GPU, the end of what has been queued there until now, and so of what has computed the share."""
     devices = {part.tensor.device for part in share.pending if part.tensor.device.type == "cuda"}
     if not devices:
@@ -92,9 +93,6 @@ def _room(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-Part = storage.PendingSlice | storage.LazySlice
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Run:
     """Slices that lie one after another in memory, as the parameters of an optimizer do; or one that does not.
@@ -103,12 +101,12 @@ class _Run:
         is_plain: the values are a run of bytes of host memory.
     """
 
-    parts: list[Part]
+    parts: list[PendingSlice]
     is_plain: bool
 
     @property
     def size(self) -> int:
-        return sum(part.size for part in self.parts)
+        return sum(map(size_of, self.parts))
 
     def bytes(self) -> Tensor:
         values = self.parts[0].tensor
@@ -118,24 +116,24 @@ class _Run:
         return memory.set_(values.untyped_storage(), start, (self.size,), (1,))
 
 
-def _is_plain(part: Part) -> bool:
+def _is_plain(part: PendingSlice) -> bool:
     values = part.tensor
     return isinstance(values, Tensor) and values.device.type == "cpu" and values.is_contiguous()
 
 
-def _place(part: Part) -> tuple[int, int]:
+def _place(part: PendingSlice) -> tuple[int, int]:
     """Which memory a plain part is in, and where in it."""
     values = part.tensor
     assert isinstance(values, Tensor)
     return values.untyped_storage().data_ptr(), int(values.storage_offset()) * values.element_size()
 
 
-def _follows(before: Part, part: Part) -> bool:
+def _follows(before: PendingSlice, part: PendingSlice) -> bool:
     storage_before, start_before = _place(before)
-    return before.dtype == part.dtype and _place(part) == (storage_before, start_before + before.size)
+    return before.dtype == part.dtype and _place(part) == (storage_before, start_before + size_of(before))
 
 
-def _runs(parts: Iterable[Part]) -> Iterator[_Run]:
+def _runs(parts: Iterable[PendingSlice]) -> Iterator[_Run]:
     parts = list(parts)
     plain = sorted(filter(_is_plain, parts), key=_place)
     cuts = [0, *(i for i, pair in enumerate(pairwise(plain), start=1) if not _follows(*pair)), len(plain)]

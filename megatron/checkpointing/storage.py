@@ -260,10 +260,6 @@ class PendingSlice(Slice):
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
-    @property
-    def size(self) -> int:
-        return size_of(self)
-
     def cut(self, rows: range) -> PendingSlice:
         """Some rows of it."""
         inside = Box(offset=(rows.start, *[0] * (len(self.box.shape) - 1)), shape=(len(rows), *self.box.shape[1:]))
@@ -280,10 +276,6 @@ class LazySlice(Slice):
     @property
     def tensor(self) -> Tensor:
         return self.read()
-
-    @property
-    def size(self) -> int:
-        return size_of(self)
 
 
 def in_file_order(pending: Iterable[SomePart]) -> list[SomePart]:
