@@ -194,7 +194,9 @@ class _BertRecipe(Recipe[SentenceSource, BertSample]):
 
     def open(self, prefix: str) -> SentenceSource:
         corpus = IndexedDataset(prefix, mmap=self.data.mmap_bin_files)
-        if self.bert.binary_head and (np.diff(corpus.document_indices) < 2).all():
+        # More sentences than documents need no look at each document.
+        pairs = len(corpus) > corpus.num_documents or bool((np.diff(corpus.document_indices) > 1).any())
+        if self.bert.binary_head and not pairs:
             raise UserError(
                 f"{prefix}: no document has two sentences, and --bert-binary-head learns from pairs of them; make the "
                 "corpus with `tools/preprocess_data.py --split-sentences`, or train with --bert-no-binary-head"

@@ -241,6 +241,8 @@ def test_a_corpus_without_sentences_is_refused_for_pairs_alone(tmp_path: Path) -
         UserError, match=r"whole: no document has two sentences.*--split-sentences.*--bert-no-binary-head"
     ):
         build(tmp_path, data_path=[prefix], split="1,0,0")
+    some = corpus(tmp_path / "some", [[4, 4], [], [3], []])
+    assert len(build(tmp_path, data_path=[some], split="1,0,0")[0]) == 4, "fewer sentences than documents, yet a pair"
     alone = BertConfig(binary_head=False, whole_word_masking=False)
     train, _, _ = build(tmp_path, bert=alone, data_path=[prefix], split="1,0,0")
     assert {sample.tokens.size for sample in (train[number] for number in range(len(train)))} <= set(range(4, 16))

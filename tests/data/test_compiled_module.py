@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.core.kernels import extension
+from megatron.data.bert_mapping import SentenceWalk, build_bert_mapping
 from megatron.data.index_builder import build_blend_index, build_exhaustive_blend_index, build_sample_index
 
 
@@ -32,7 +33,9 @@ def build_all() -> list[list[int]]:
         total_tokens=8,
     )
     blend, exhaustive = build_blend_index([0.3, 0.7], 9), build_exhaustive_blend_index([2, 5])
-    return [rows.ravel().tolist(), blend[0].tolist(), exhaustive[0].tolist()]
+    walk = SentenceWalk(sequence_length=9, short_probability=0.5, least_sentences=2, requested=9, seed=1)
+    mapping = build_bert_mapping(np.array([5, 3, 4, 8], np.int32), np.array([0, 2, 4]), walk)
+    return [array.ravel().tolist() for array in (rows, blend[0], exhaustive[0], mapping)]
 
 
 def test_without_the_module_results_are_the_same_and_one_line_an_operator_says_so(
@@ -44,7 +47,7 @@ def test_without_the_module_results_are_the_same_and_one_line_an_operator_says_s
     monkeypatch.setattr(extension, "MODULE_NAME", "megatron._not_built")
     for _ in range(3):
         assert build_all() == expected
-    assert len(caplog.records) == 3
+    assert len(caplog.records) == 4
     assert all("the reference runs (about" in record.message for record in caplog.records)
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
