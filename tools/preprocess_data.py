@@ -27,21 +27,17 @@ from preprocess.inputs import ENDINGS, find_inputs
 from preprocess.shards import LOCK, Shard, ShardRecord, finished, is_of_shard, plan_shards
 from preprocess.workers import Job, make_shards
 from text_tools import Work, prepare_output
+from tokenizer_flags import add_tokenizer_flags, named_tokenizer
 
-from megatron.config.arguments import add_to_parser
-from megatron.config.megatron_config import section_problems
-from megatron.config.options import Option, section_options
-from megatron.config.problems import ConfigError, UserError, counted
-from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.problems import UserError, counted
 from megatron.core.file_lock import NoLocksError, holder_of, try_lock
 from megatron.core.whole_file import whole_file
 from megatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
 from megatron.data.merging import merge_datasets
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.tokenizers_tokenizer import TokenizersTokenizer
 
 TOOL = "preprocess_data 2"
-MODEL_ONLY = {"make_vocab_size_divisible_by", "padded_vocab_size"}
 # The workers of a run that was killed end a moment after it.
 LOCK_SECONDS = 5.0
 
@@ -81,12 +77,8 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="leave out records that are broken or have no text, and list them in PREFIX_bad_records.tsv",
     )
-    add_to_parser(parser.add_argument_group("tokenizer"), tokenizer_options())
+    add_tokenizer_flags(parser, required=True)
     return parser.read()
-
-
-def tokenizer_options() -> list[Option]:
-    return [option for option in section_options("tokenizer", TokenizerConfig) if option.field not in MODEL_ONLY]
 
 
 def main() -> None:
@@ -103,7 +95,7 @@ def main() -> None:
     outputs = [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)]
     for output in outputs:
         prepare_output(output, flag="--output-prefix")
-    tokenizer = build_tokenizer(_tokenizer_config(arguments))
+    tokenizer = named_tokenizer(arguments)
     settings = {
         "json_keys": keys,
         "append_eod": arguments.append_eod,
@@ -244,14 +236,6 @@ def _list_bad_records(path: Path, shards: Sequence[Shard], records: Sequence[Sha
         output.write("".join(lines).encode(errors="surrogateescape"))  # names of files need not be UTF-8
     say(f"{path}: {counted(len(lines), 'bad record')} left out")
     return len(lines)
-
-
-def _tokenizer_config(arguments: argparse.Namespace) -> TokenizerConfig:
-    config = TokenizerConfig(**{option.field: getattr(arguments, option.field) for option in tokenizer_options()})
-    problems = [*section_problems(config), *config.file_problems()]
-    if problems:
-        raise ConfigError(problems)
-    return config
 
 
 if __name__ == "__main__":

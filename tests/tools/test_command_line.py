@@ -19,6 +19,7 @@ TOOLS = [
     "generate_text",
     "evaluate",
     "inspect_checkpoint",
+    "inspect_dataset",
 ]
 
 
@@ -46,6 +47,7 @@ def test_a_missing_flag_is_named(tool: str) -> None:
         ("generate_text", "--Load", "--load"),
         ("evaluate", "--lastword", "--last-word"),
         ("inspect_checkpoint", "--compare_step", "--compare-step"),
+        ("inspect_dataset", "--histograms", "--histogram"),
     ],
 )
 def test_a_misspelt_flag_is_named_with_the_nearest_and_before_the_missing_ones(
