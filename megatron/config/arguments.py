@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megatron.config.checkpoint import CheckpointConfig
@@ -122,7 +124,7 @@ def parse_arguments(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Spelling:
     option: Option
-    sets: Literal["value", "constant"]
+    sets: Literal["value", "constant", "file"]
     value: Any = None
 
 
@@ -146,6 +148,8 @@ def _spellings(task: Task = "gpt") -> Mapping[str, _Spelling]:
         else:
             for name in (option.name, field_name, *option.flag.aliases):
                 table[_normal(name)] = _Spelling(option=option, sets="value")
+        for name in option.flag.file_flags:
+            table[name] = _Spelling(option=option, sets="file")
         for name, value in option.flag.constants.items():
             table[name] = _Spelling(option=option, sets="constant", value=value)
     return table
@@ -236,6 +240,8 @@ class _Reader:
             known = known_flag(name)
             if name in self.extra_options:
                 self.extra_words += [self.extra_options[name], *group.words]
+            elif name in self.spellings and self.spellings[name].sets == "file":
+                self._read_words_of_file(group, source)
             elif name in self.spellings:
                 self._read_value(group, self.spellings[name], source)
             elif name in _spellings("bert"):
@@ -279,7 +285,7 @@ class _Reader:
                 self._refuse((shown,), "needs a value", option)
             return None
         if isinstance(entry.value, bool):
-            if spelling is not None and spelling.sets == "value":
+            if spelling is not None and spelling.sets != "constant":
                 self._refuse((shown,), "needs a value, not yes or no", spelling.option)
                 return None
             if entry.value:
@@ -332,6 +338,27 @@ class _Reader:
         source[option.field] = _Given(value=value, flag=group.name, origin=group.origin)
         if _normal(group.name) in option.flag.aliases:
             self.renamed[group.name] = option.name
+
+    def _read_words_of_file(self, group: _Group, source: dict[str, _Given]) -> None:
+        """What a file gives one or several options, as if the words stood behind the flag of each."""
+        name = _normal(group.name)
+        options = [option for option in all_options(self.task) if name in option.flag.file_flags]
+        keys = [option.flag.file_flags[name] for option in options]
+        try:
+            if len(group.words) != 1:
+                raise ValueError(f"takes one file, {len(group.words) or 'none'} given")
+            words_of = _words_of_file(Path(group.words[0]), keys)
+        except ValueError as error:
+            works = f"{name} FILE of {_form_of_file(keys)}"
+            self.problems.append(
+                Problem(flags=(group.shown,), value=" ".join(group.words), rule=str(error), works=works)
+            )
+            self.broken |= {flag for option in options for flag in option.names}
+            return
+        for option, key in zip(options, keys, strict=True):
+            if words_of[key]:
+                spelling = _Spelling(option=option, sets="value")
+                self._read_value(replace(group, words=words_of[key]), spelling, source)
 
     def _read_known(self, group: _Group, name: str, known: KnownFlag) -> None:
         if known.already_so(group.words):
@@ -482,6 +509,42 @@ class _Reader:
             (option.section, option.field): self.given[option.field].origin if option.field in self.given else "default"
             for option in all_options(self.task)
         }
+
+
+def _words_of_file(path: Path, keys: Sequence[str]) -> dict[str, list[str]]:
+    """The words of each key; of the only one, "", where the file is no JSON. Raises ValueError with the rule."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"can not be read: {error.strerror if isinstance(error, OSError) else error}") from None
+    if list(keys) == [""]:
+        if not text.split():
+            raise ValueError("holds no word")
+        return {"": text.split()}
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(content, dict) or not content.keys() <= set(keys):
+        raise ValueError(f"must hold the keys {', '.join(keys)}, or some of them, and no other")
+    if not any(content.values()):
+        raise ValueError("holds no word")
+    return {key: _words_of_key(key, content.get(key)) for key in keys}
+
+
+def _words_of_key(key: str, value: object) -> list[str]:
+    if isinstance(value, str):
+        return value.split()
+    words = [] if value is None else value
+    if not isinstance(words, list) or not all(type(word) in (str, int, float) for word in words):
+        raise ValueError(f"must hold a list of words and numbers under {key!r}")
+    return [str(word) for word in words]
+
+
+def _form_of_file(keys: Sequence[str]) -> str:
+    if list(keys) == [""]:
+        return "words between blanks or in lines"
+    return "JSON, {" + ", ".join(f'"{key}": [...]' for key in keys) + "}"
 
 
 def _unknown(group: _Group, names: Sequence[str]) -> Problem:

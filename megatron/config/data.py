@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +12,9 @@ from megatron.config.options import LONGEST_SEQUENCE, flag, flag_name
 from megatron.config.problems import Problem
 
 DEFAULT_SPLIT, EVEN_SPLIT = "969, 30, 1", "1, 1, 1"
+_FIM_TOKEN_FIELDS = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token", "fim_pad_token")
 _BLEND = "[WEIGHT] PREFIX ..."
+_FILE_OF_PARTS = "--per-split-data-args-path"
 _PATH_FIELDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -41,18 +43,52 @@ class DataConfig:
             metavar=_BLEND,
             affects="data",
             same_name=True,
+            file_flags={"--data-args-path": ""},
         ),
     )
     train_data_path: tuple[str, ...] = field(
         default=(),
-        metadata=flag("The same for training only.", words="+", metavar=_BLEND, affects="data", same_name=True),
+        metadata=flag(
+            "The same for training only.",
+            words="+",
+            metavar=_BLEND,
+            affects="data",
+            same_name=True,
+            file_flags={_FILE_OF_PARTS: "train"},
+        ),
     )
     valid_data_path: tuple[str, ...] = field(
         default=(),
-        metadata=flag("The same for validation only.", words="+", metavar=_BLEND, same_name=True),
+        metadata=flag(
+            "The same for validation only.",
+            words="+",
+            metavar=_BLEND,
+            same_name=True,
+            file_flags={_FILE_OF_PARTS: "valid"},
+        ),
     )
     test_data_path: tuple[str, ...] = field(
-        default=(), metadata=flag("The same for the test only.", words="+", metavar=_BLEND, same_name=True)
+        default=(),
+        metadata=flag(
+            "The same for the test only.",
+            words="+",
+            metavar=_BLEND,
+            same_name=True,
+            file_flags={_FILE_OF_PARTS: "test"},
+        ),
+    )
+    multiple_validation_sets: bool = field(
+        default=False,
+        metadata=flag("Evaluate on each dataset of --valid-data-path by itself, in place of a blend of them."),
+    )
+    validation_set_names: tuple[str, ...] = field(
+        default=(),
+        metadata=flag(
+            "What the sets of --multiple-validation-sets are called in logs, in their order; by the last name of each "
+            "prefix when not given.",
+            words="+",
+            metavar="NAME ...",
+        ),
     )
     split: str | None = field(
         default=None,
@@ -86,6 +122,14 @@ class DataConfig:
         default=2,
         metadata=flag("Threads of each rank that load data ahead; 0: when it is needed.", at_least=0, at_most=1000),
     )
+    num_dataset_builder_threads: int = field(
+        default=1,
+        metadata=flag(
+            "Datasets of a blend that are opened and indexed at the same time, where there are thousands of them.",
+            at_least=1,
+            at_most=1000,
+        ),
+    )
     reset_position_ids: bool = field(
         default=False, metadata=flag("Count positions from each document's start.", affects="data")
     )
@@ -106,6 +150,58 @@ class DataConfig:
     mmap_bin_files: bool = field(
         default=True,
         metadata=flag("Map .bin files into memory.", off_help="Read .bin files in place of mapping them into memory."),
+    )
+    fim_data: bool = field(
+        default=False,
+        metadata=flag("Train on filling in the middle: move it behind the rest of a document.", affects="data"),
+    )
+    fim_rate: float = field(
+        default=0.5,
+        metadata=flag("Share of the documents whose middle is moved.", affects="data", at_least=0, at_most=1),
+    )
+    fim_spm_rate: float = field(
+        default=0.5,
+        metadata=flag(
+            "Share of these with the suffix before the prefix, in place of behind it.",
+            affects="data",
+            at_least=0,
+            at_most=1,
+        ),
+    )
+    fim_split_sample: str | None = field(
+        default=None,
+        metadata=flag(
+            "A token at which documents are cut to fragments, each with a middle of its own.", affects="data"
+        ),
+    )
+    fim_fragment_rate: float | None = field(
+        default=None,
+        metadata=flag(
+            "Of documents that are cut to fragments, the share of these whose middle is moved.",
+            affects="data",
+            at_least=0,
+            at_most=1,
+        ),
+    )
+    fim_no_prefix: str | None = field(
+        default=None, metadata=flag("A text; what begins with it stays as it is.", affects="data")
+    )
+    fim_prefix_token: str = field(
+        default="<fim_prefix>", metadata=flag("The token before what comes before the middle.", affects="data")
+    )
+    fim_middle_token: str = field(
+        default="<fim_middle>", metadata=flag("The token before what is filled in.", affects="data")
+    )
+    fim_suffix_token: str = field(
+        default="<fim_suffix>", metadata=flag("The token before what comes after the middle.", affects="data")
+    )
+    fim_pad_token: str = field(
+        default="<fim_pad>",
+        metadata=flag("The token that fills a sample which became shorter; no loss is on it.", affects="data"),
+    )
+    fim_eod_token: str | None = field(
+        default=None,
+        metadata=flag("The token between documents; that of the tokenizer when not given.", affects="data"),
     )
 
     @property
@@ -140,6 +236,91 @@ class DataConfig:
                     rule=str(error),
                     works="one prefix; prefixes without weights; or a weight before every prefix",
                 )
+
+        yield from self._validation_problems()
+        yield from self._fim_problems()
+
+    def _validation_problems(self) -> Iterator[Problem]:
+        """Whether validation sets can be told apart."""
+        name = "--multiple-validation-sets"
+        if not self.multiple_validation_sets:
+            if self.validation_set_names:
+                yield Problem(
+                    flags=("--validation-set-names", name),
+                    value=" ".join(self.validation_set_names),
+                    rule=f"names the sets of {name}, which is not given",
+                    works=f"{name}; or leave out --validation-set-names",
+                )
+            return
+        try:
+            blend = parse_blend(self.valid_data_path)
+        except ValueError:  # which is reported already
+            return
+        if blend is None:
+            yield Problem(
+                flags=(name, "--valid-data-path"),
+                rule="is about the datasets of --valid-data-path, which is not given",
+                works=f"--valid-data-path PREFIX ..., or {_FILE_OF_PARTS} FILE",
+            )
+        elif blend.weights is not None:
+            yield Problem(
+                flags=("--valid-data-path", name),
+                value=" ".join(self.valid_data_path),
+                rule=f"has weights, and with {name} each dataset is evaluated by itself",
+                works=f"--valid-data-path {' '.join(blend.prefixes)}",
+            )
+        elif self.validation_set_names and len(self.validation_set_names) != len(blend.prefixes):
+            yield Problem(
+                flags=("--validation-set-names", "--valid-data-path"),
+                value=" ".join(self.validation_set_names),
+                rule=f"is {len(self.validation_set_names)} names for the {len(blend.prefixes)} sets of "
+                "--valid-data-path",
+                works="a name for each set",
+            )
+        elif len(set(self.validation_sets)) < len(blend.prefixes):
+            yield Problem(
+                flags=("--validation-set-names", "--valid-data-path"),
+                value=" ".join(self.validation_sets),
+                rule="must tell the sets apart, and two are called the same",
+                works="--validation-set-names with another name for each set",
+            )
+
+    @property
+    def validation_sets(self) -> tuple[str, ...]:
+        """What the sets of --multiple-validation-sets are called."""
+        return self.validation_set_names or tuple(Path(prefix).name for prefix in self.valid_data_path)
+
+    def _fim_problems(self) -> Iterator[Problem]:
+        """What of filling in the middle does not go together."""
+        if not self.fim_data:
+            for one in fields(self):
+                if one.name.startswith("fim_") and getattr(self, one.name) != one.default:
+                    yield Problem(
+                        flags=(flag_name(one.name), "--fim-data"),
+                        value=getattr(self, one.name),
+                        rule="is about filling in the middle, and --fim-data is not given",
+                        works=f"--fim-data; or leave out {flag_name(one.name)}",
+                    )
+            return
+        if (self.fim_split_sample is None) != (self.fim_fragment_rate is None):
+            given, missing = "--fim-split-sample", "--fim-fragment-rate"
+            if self.fim_split_sample is None:
+                given, missing = missing, given
+            yield Problem(
+                flags=(given, missing),
+                value=self.fim_fragment_rate if self.fim_split_sample is None else self.fim_split_sample,
+                rule=f"cuts documents to fragments only together with {missing}",
+                works="--fim-split-sample TOKEN --fim-fragment-rate X; or leave out both",
+            )
+        tokens = {flag_name(one.name): getattr(self, one.name) for one in fields(self) if one.name in _FIM_TOKEN_FIELDS}
+        if len(set(tokens.values())) < len(tokens):
+            yield Problem(
+                flags=tuple(tokens),
+                value=self.fim_prefix_token,
+                rule="and the other tokens of --fim-data must differ; they are "
+                + ", ".join(f"{name} {token}" for name, token in tokens.items()),
+                works="another token for each of them",
+            )
 
     def source_problems(self, *, trains: bool = True) -> Iterator[Problem]:
         """Whether it is said, and once, where the samples of a run come from; of one that trains, or evaluates only."""

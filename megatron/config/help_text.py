@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config.megatron_config import Task, all_options, section_classes
@@ -83,7 +83,19 @@ def help_text(extra: argparse.ArgumentParser, task: Task = "gpt") -> str:
             group.add_argument(option.name, metavar=word, help=text)
         for name, value in option.flag.constants.items():
             group.add_argument(name, action="store_true", help=f"The same as {option.name} {value}.")
+        for name in option.flag.file_flags:
+            of_file = [other for other in all_options(task) if name in other.flag.file_flags]
+            if option is of_file[-1]:
+                group.add_argument(name, metavar="FILE", help=_file_help(name, of_file))
     return parser.format_help()
+
+
+def _file_help(name: str, options: Sequence[Option]) -> str:
+    """Of a flag that takes a file with the words of others."""
+    if len(options) == 1:
+        return f"The words of {options[0].name}, from a file of text."
+    words = (f"{option.flag.file_flags[name]} for {option.name}" for option in options)
+    return f"Words by keys of a JSON file: {', '.join(words)}."
 
 
 def flag_help(option: Option) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.bert import BertConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.data import DataConfig
+from megatron.config.data import DataConfig, parse_blend
 from megatron.config.data_parallel import DataParallelConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -223,6 +223,7 @@ class MegatronConfig:
             found += _gather_problems(self)
             found += _length_problems(self)
             found += _sample_problems(self)
+            found += _full_validation_problems(self)
             found += _unavailable(self)
             found += _apex_problems(self)
             if check_files:
@@ -493,6 +494,11 @@ def _task_problems(config: MegatronConfig) -> Iterator[Problem]:
         "--reset-position-ids": (data.reset_position_ids, "a sample of BERT lies within one document"),
         "--reset-attention-mask": (data.reset_attention_mask, "a sample of BERT lies within one document"),
         "--eod-mask-loss": (data.eod_mask_loss, "BERT predicts masked tokens, and no end of a document is one"),
+        "--fim-data": (data.fim_data, "BERT fills in masked tokens anywhere"),
+        "--full-validation": (
+            config.training.full_validation,
+            "its last batch is filled up with samples that no loss is on, and one of BERT has none such",
+        ),
         "--cross-entropy-fusion-impl": (
             model.fuses_output_layer,
             "BERT's output layer has a bias, and the operation that fuses it with the loss takes none",
@@ -784,6 +790,24 @@ def _sample_problems(config: MegatronConfig) -> Iterator[Problem]:
             rule=f"x {batch} samples of a global batch x {spelled(evaluations)} evaluations are more than "
             f"{spelled(MOST_SAMPLES)} samples",
             works=f"--eval-iters {spelled(MOST_SAMPLES // batch // evaluations)} or less",
+        )
+
+
+def _full_validation_problems(config: MegatronConfig) -> Iterator[Problem]:
+    """Whether there is an end of the validation data."""
+    data = config.data
+    name, words = (
+        ("--valid-data-path", data.valid_data_path) if data.valid_data_path else ("--data-path", data.data_path)
+    )
+    try:
+        blend = parse_blend(words)
+    except ValueError:  # which is reported already
+        return
+    if config.training.full_validation and blend is not None and blend.weights is not None:
+        yield Problem(
+            flags=("--full-validation", name),
+            rule=f"reads each sample once, and {name} has weights, which repeat some samples and leave out others",
+            works="--valid-data-path PREFIX ... without weights",
         )
 
 

@@ -84,7 +84,7 @@ _ALREADY_SO: tuple[tuple[str, str], ...] = (
         "--num-distributed-optimizer-instances=1 --cpu-offloading-num-layers=0 "
         "--empty-unused-memory-level=0 --vocab-extra-ids=0 --sample-rate=1|1.0 --cp-comm-type=p2p "
         "--wgrad-deferral-limit=0 --error-injection-rate=0 --manual-gc-interval=0 --moe-layer-freq=1 "
-        "--softmax-type=vanilla --virtual-pipeline-model-parallel-size=1 --num-dataset-builder-threads=1 "
+        "--softmax-type=vanilla --virtual-pipeline-model-parallel-size=1 "
         "--checkpoint-num-layers=1 --glu-linear-offset=0|0.0 --rotary-scaling-factor=1|1.0 --rope-type=rope",
     ),
 )
@@ -281,7 +281,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--manual-gc --manual-gc-interval --no-manual-gc-eval --disable-manual-gc-eval "
         "--train-sync-interval --no-clone-scatter-output-in-embedding "
         "--disable-clone-scatter-output-in-embedding --no-barrier-with-level-1-timing "
-        "--num-dataset-builder-threads --onnx-safe",
+        "--onnx-safe",
     ),
     # the model
     (
@@ -397,10 +397,9 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
         f"this way to name or read corpora {_LATER}",
         "--data-path, or --train-data-path, --valid-data-path and --test-data-path",
-        "--data-args-path --per-split-data-args-path --per-dataset-sequences-path "
-        "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --object-storage-cache-path "
-        "--enable-msc --data-impl --dataloader-inter-document-masking --allow-ambiguous-pad-tokens "
-        "--sample-rate",
+        "--per-dataset-sequences-path --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap "
+        "--object-storage-cache-path --enable-msc --data-impl --dataloader-inter-document-masking "
+        "--allow-ambiguous-pad-tokens --sample-rate",
     ),
     (
         "text is tokenized once, beforehand, into .bin/.idx files",
@@ -409,7 +408,6 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "--presplit-sentences --lazy-loader --use-tfrecords --use-npy-data-loader --resume-dataloader "
         "--shuffle",
     ),
-    (f"filling in the middle {_LATER}", "leave it out", "--fim-*"),
     (
         f"this tokenizer option {_LATER}",
         "--tokenizer-type with --tokenizer-model, or --vocab-file and --merge-file",
@@ -427,8 +425,8 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
         f"this form of evaluation {_LATER}",
         "--eval-interval and --eval-iters",
-        "--eval-global-batch-size --eval-micro-batch-size --start-eval-at-iter --full-validation "
-        "--multiple-validation-sets --validation-set-names --test-mode --eval-batch-size "
+        "--eval-global-batch-size --eval-micro-batch-size --start-eval-at-iter "
+        "--test-mode --eval-batch-size "
         "--eval-seq-length --overlapping-eval",
     ),
     # reports and faults

@@ -33,6 +33,8 @@ class Flag:
     """The metadata of a field.
 
     name: the flag shown in help; default `--field-name`. It sets the value (for a switch: True).
+    file_flags: flags that take a file with the words of this one, by name; the value is the key of the words in a file
+    of JSON, "" for a file that holds nothing else.
     off: the flag that sets a switch to False, when that is the one Megatron-LM has (`--no-save-optim`).
     aliases: other spellings of name. constants: flags without a value that set the field to a fixed one.
     later: values that Megatron-LM knows and this version does not offer.
@@ -55,6 +57,7 @@ class Flag:
     off: str = ""
     aliases: tuple[str, ...] = ()
     constants: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    file_flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     later: tuple[str, ...] = ()
     words: int | Literal["+"] = 1
     metavar: str = ""
@@ -104,7 +107,9 @@ class Option:
     @property
     def names(self) -> frozenset[str]:
         """Every flag that sets the field."""
-        return frozenset((self.name, self.off_name, *self.flag.aliases, *self.flag.constants)) - {""}
+        return frozenset(
+            (self.name, self.off_name, *self.flag.aliases, *self.flag.constants, *self.flag.file_flags)
+        ) - {""}
 
     @property
     def affects(self) -> Affects:

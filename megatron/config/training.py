@@ -68,6 +68,12 @@ class TrainingConfig:
             at_least=1,
         ),
     )
+    full_validation: bool = field(
+        default=False,
+        metadata=flag(
+            "Each evaluation on validation data reads all of it, from its start, in place of --eval-iters batches."
+        ),
+    )
     skip_train: bool = field(
         default=False,
         metadata=flag("Do not train; evaluate on the validation and test data, the only ones that are then needed."),
@@ -147,6 +153,12 @@ class TrainingConfig:
                 value=self.exit_signal,
                 rule="is heeded only with --exit-signal-handler",
                 works=f"--exit-signal-handler --exit-signal {self.exit_signal}",
+            )
+        if self.full_validation and self.eval_iters < 1:
+            yield Problem(
+                flags=("--full-validation", "--eval-iters"),
+                rule=f"reads all validation data, and with --eval-iters {self.eval_iters} nothing is evaluated",
+                works="--eval-iters 1 or more, which is then for the test data",
             )
         if self.skip_train and self.eval_iters < 1:
             yield Problem(

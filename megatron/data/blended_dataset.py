@@ -1,4 +1,4 @@
-"""Datasets made of datasets: a blend by weights, and blocks one after another."""
+"""Datasets made of datasets: a blend by weights, blocks one after another, and one filled up."""
 
 from __future__ import annotations
 
@@ -154,6 +154,19 @@ class BlockedDataset(Generic[Sample]):
             raise IndexError(f"sample {index} of {len(self)} in blocks of {list(self.sizes)}")
         number = bisect.bisect_right(self._ends, index)
         return self.blocks[number][index - (self._ends[number - 1] if number else 0)]
+
+
+class FilledUp(Generic[Sample]):
+    """A dataset, and `blank` as often as there are samples missing to `size`."""
+
+    def __init__(self, dataset: SampleDataset[Sample], blank: Sample, size: int) -> None:
+        self._dataset, self._blank, self._size = dataset, blank, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._dataset[index] if index < len(self._dataset) else self._blank
 
 
 def extend_blocks(blocks: Sequence[int], requested: int) -> list[int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -29,8 +30,13 @@ Requested = int | Sequence[int] | None
 
 Source = TypeVar("Source", bound=TokenSource)
 Sample = TypeVar("Sample")
-Splits = tuple[SampleDataset[Sample] | None, SampleDataset[Sample] | None, SampleDataset[Sample] | None]
-"""Training, validation, test; None for a split that has no data by choice: a share of 0, no path, or no block."""
+Made = TypeVar("Made")
+ValidationData = SampleDataset[Sample] | Mapping[str, SampleDataset[Sample]] | None
+Splits = tuple[SampleDataset[Sample] | None, ValidationData[Sample], SampleDataset[Sample] | None]
+"""Training, validation, test; None for a split that has no data by choice: a share of 0, no path, or no block.
+
+Validation has several datasets, by their names, with `--multiple-validation-sets`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +92,11 @@ class Recipe(ABC, Generic[Source, Sample]):
             self.cache_folder, defaults=(Path(source.prefix) / "cache" / beside_data, user_cache_folder())
         )
 
+    def each(self, build: Callable[..., Made], *parts: Iterable[Any]) -> list[Made]:
+        """`build` of each of the parts, in `--num-dataset-builder-threads` threads."""
+        with ThreadPoolExecutor(self.data.num_dataset_builder_threads) as pool:
+            return list(pool.map(build, *parts))
+
     def blend(
         self,
         blend: Blend,
@@ -97,9 +108,10 @@ class Recipe(ABC, Generic[Source, Sample]):
         share: str,
     ) -> SampleDataset[Sample]:
         """One split of a blend; Megatron-LM's numbers of samples for it and for its parts."""
-        parts = list(zip(sources, elements))
         if blend.weights is None:
-            datasets = [self.dataset(source, split, documents, None, seed, share) for source, documents in parts]
+            datasets = self.each(
+                lambda source, documents: self.dataset(source, split, documents, None, seed, share), sources, elements
+            )
             mixed = blend_by_size(datasets, blend.prefixes, requested, IndexCache(self.cache_folder))
             if requested and not len(mixed):
                 raise UserError(
@@ -114,12 +126,11 @@ class Recipe(ABC, Generic[Source, Sample]):
             )
         shares = normalize(list(blend.weights))
         targets = [math.ceil(requested * weight) for weight in shares]
-        datasets = [
-            self.dataset(
-                source, split, documents, math.ceil(target * (1 + self.data.mid_level_dataset_surplus)), seed, share
-            )
-            for (source, documents), target in zip(parts, targets)
-        ]
+        sizes = [math.ceil(target * (1 + self.data.mid_level_dataset_surplus)) for target in targets]
+        datasets = self.each(
+            lambda source, documents, size: self.dataset(source, split, documents, size, seed, share),
+            *(sources, elements, sizes),
+        )
         return blend_by_weights(datasets, blend.prefixes, shares, sum(targets), IndexCache(self.cache_folder))
 
 
@@ -237,17 +248,25 @@ def _build_own(
 ) -> Splits[Sample]:
     """Each split from a blend of its own, whole."""
 
-    def build(split: Split, blend: Blend | None, requested: Requested) -> SampleDataset[Sample] | None:
+    def build(split: Split, blend: Blend | None, requested: Requested) -> ValidationData[Sample]:
         if blend is None or not _wanted(requested):
             return None
-        sources = [recipe.open(prefix) for prefix in blend.prefixes]
+        sources = recipe.each(recipe.open, blend.prefixes)
         elements = [range(recipe.size(source)) for source in sources]
         share = f"--{split.value}-data-path"
+        if split is Split.VALID and recipe.data.multiple_validation_sets:
+            assert requested is None or isinstance(requested, int)
+            sets = recipe.each(
+                lambda source, documents: recipe.dataset(source, split, documents, requested, seed, share),
+                *(sources, elements),
+            )
+            return dict(zip(recipe.data.validation_sets, sets, strict=True))
         if len(sources) == 1:
             return _blocks(requested, seed, lambda n, s: recipe.dataset(sources[0], split, elements[0], n, s, share))
         return _blocks(requested, seed, lambda n, s: recipe.blend(blend, sources, split, elements, n, s, share))
 
     train, valid, test = (build(*one) for one in zip(Split, own, num_samples))
+    assert not isinstance(train, Mapping) and not isinstance(test, Mapping)
     return train, valid, test
 
 
@@ -256,7 +275,7 @@ def _build_shared(
 ) -> Splits[Sample]:
     """All splits from one blend, or from mock data where there is none."""
     data, shared = recipe.data, parse_blend(recipe.data.data_path)
-    sources = [recipe.mock()] if shared is None else [recipe.open(prefix) for prefix in shared.prefixes]
+    sources = [recipe.mock()] if shared is None else recipe.each(recipe.open, shared.prefixes)
     if data.split is None:
         logger.info("--split is not given: %s", data.split_text)
     ranges = [split_ranges(data.split_weights, recipe.size(source)) for source in sources]
@@ -299,15 +318,21 @@ class _FromSource(Protocol):
         """What the samples are cut from."""
 
 
-def token_sources(*splits: SampleDataset[Any] | None) -> tuple[TokenSource, ...]:
+def token_sources(*splits: ValidationData[Any]) -> tuple[TokenSource, ...]:
     """What the splits of a run are cut from, each source once."""
     found = {source.prefix: source for split in splits for source in _sources_of(split)}
     return tuple(found.values())
 
 
 def _sources_of(dataset: object) -> Iterator[TokenSource]:
-    if isinstance(dataset, BlendedDataset | BlockedDataset):
-        for part in dataset.datasets if isinstance(dataset, BlendedDataset) else dataset.blocks:
-            yield from _sources_of(part)
+    parts: Iterable[object] = ()
+    if isinstance(dataset, Mapping):
+        parts = dataset.values()
+    elif isinstance(dataset, BlendedDataset):
+        parts = dataset.datasets
+    elif isinstance(dataset, BlockedDataset):
+        parts = dataset.blocks
     elif isinstance(dataset, _FromSource):
         yield dataset.source
+    for part in parts:
+        yield from _sources_of(part)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.megatron_config import MegatronConfig
-from megatron.data.blended_dataset import extend_blocks
+from megatron.data.blended_dataset import FilledUp, extend_blocks
 from megatron.data.loader import MicrobatchLoader
 from megatron.data.sample_dataset import SampleDataset, TokenSource
 from megatron.data.samplers import CyclicOrder, SampleOrder, SequentialOrder
 from megatron.training.initialize import MegatronContext
 from megatron.training.microbatches import BatchSizeSchedule
 from megatron.training.progress import Progress
-from megatron.training.run import Loader, Loaders, Microbatch
+from megatron.training.run import Loader, Loaders, Microbatch, ValidationSet
 from megatron.training.setup import Vocabulary
 
 
@@ -25,11 +25,11 @@ class SampleCounts:
     Attributes:
         train: the number asked for at the start, and one more for each resume that asked for more. The order of the
             data depends on these numbers, as in Megatron-LM, so they are kept in checkpoints. None with `--skip-train`.
-        valid, test: 0 when nothing is evaluated.
+        valid, test: 0 when nothing is evaluated; of validation None for all samples, each once (`--full-validation`).
     """
 
     train: Sequence[int]
-    valid: int
+    valid: int | None
     test: int
 
 
@@ -39,15 +39,17 @@ class Datasets:
 
     Attributes:
         train, valid, test: anything with `len` and `[number]`; None where there is no data by choice. With
-            `--skip-train` no training data is read.
+            `--skip-train` no training data is read. Several validation sets have names.
         collate: (samples, their positions in the order of the run) -> a micro-batch.
+        blank: a sample that no loss is on, which fills up the last batch of `--full-validation`; None where none is.
         sources: what the samples are cut from. A checkpoint keeps their fingerprints, and is not resumed with others.
     """
 
     train: SampleDataset[Any] | None
-    valid: SampleDataset[Any] | None
+    valid: SampleDataset[Any] | Mapping[str, SampleDataset[Any]] | None
     test: SampleDataset[Any] | None
     collate: Callable[[Sequence[Any], Sequence[int]], Microbatch]
+    blank: Any = None
     sources: Sequence[TokenSource] = ()
 
 
@@ -63,7 +65,8 @@ def sample_counts(
     wanted = training.train_samples or batch_sizes.samples_after(train_iters)
     train = () if training.skip_train else extend_blocks(progress.train_blocks, wanted)
     evaluated = max(training.eval_iters, 0) * batch
-    return SampleCounts(train=train, valid=training.evaluations(train_iters) * evaluated, test=evaluated)
+    valid = None if training.full_validation else training.evaluations(train_iters) * evaluated
+    return SampleCounts(train=train, valid=valid, test=evaluated)
 
 
 def build_loaders(
@@ -99,10 +102,14 @@ def build_loaders(
             num_workers=config.data.num_workers,
         )
 
-    def evaluation(dataset: SampleDataset[Any] | None, samples: int, name: str) -> Loader | None:
-        if dataset is None or samples == 0:
-            return None
-        return loader(dataset, SequentialOrder(len(dataset), wrap=True, name=name))
+    def validation_set(dataset: SampleDataset[Any], split: str) -> ValidationSet:
+        iterations = config.training.eval_iters
+        if config.training.full_validation:
+            iterations = -(-len(dataset) // batch_sizes.global_batch_size)
+            assert datasets.blank is not None, "--full-validation needs a sample that no loss is on, Datasets.blank"
+            dataset = FilledUp(dataset, datasets.blank, iterations * batch_sizes.global_batch_size)
+        order = SequentialOrder(len(dataset), wrap=True, name=split)
+        return ValidationSet(split=split, loader=loader(dataset, order), iterations=iterations)
 
     train = None
     if counts.train:
@@ -110,10 +117,22 @@ def build_loaders(
         train = loader(datasets.train, _train_order(config, len(datasets.train)))
     return Loaders(
         train=train,
-        valid=evaluation(datasets.valid, counts.valid, "validation"),
-        test=evaluation(datasets.test, counts.test, "test"),
+        valid=[validation_set(dataset, split) for split, dataset in _validation_splits(datasets, counts)],
+        test=None
+        if datasets.test is None or counts.test == 0
+        else loader(datasets.test, SequentialOrder(len(datasets.test), wrap=True, name="test")),
         sources=datasets.sources,
     )
+
+
+def _validation_splits(datasets: Datasets, counts: SampleCounts) -> Iterator[tuple[str, SampleDataset[Any]]]:
+    """Each validation set, by what its split is called."""
+    if datasets.valid is None or counts.valid == 0:
+        return
+    if isinstance(datasets.valid, Mapping):
+        yield from ((f"validation {name}", dataset) for name, dataset in datasets.valid.items())
+    else:
+        yield "validation", datasets.valid
 
 
 def _train_order(config: MegatronConfig, size: int) -> SampleOrder:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from megatron.config.pipeline_layout import StageLayout
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.data.batches import GPTCollator
@@ -44,6 +46,7 @@ def gpt_datasets(context: MegatronContext, vocabulary: Vocabulary, counts: Sampl
         valid=valid,
         test=test,
         sources=token_sources(train, valid, test),
+        blank=np.empty(0, dtype=np.int64),
         collate=GPTCollator(
             seq_length=data.seq_length,
             eod=tokenizer.eod,

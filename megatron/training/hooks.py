@@ -22,19 +22,21 @@ from megatron.training.train_step import evaluate
 class Evaluation(Hook):
     """Validation every `--eval-interval` iterations and at the end, then the test data once.
 
-    Each validation reads on where the last one stopped. The one at the end does not count as read: a run that is
-    resumed with more iterations validates on the same samples as one that had them from the start.
+    Each validation reads on where the last one stopped, with `--full-validation` all its data from the start. The one
+    at the end does not count as read: a run that is resumed with more iterations validates on the same samples as one
+    that had them from the start.
     """
 
-    def __init__(self, interval: int | None, iterations: int) -> None:
+    def __init__(self, interval: int | None, iterations: int, *, full: bool = False) -> None:
         self._interval = interval
         self._iterations = iterations
+        self._full = full
         self._validated_at: int | None = None
 
     def after_step(self, run: Run, report: StepReport) -> None:
         if self._interval is not None and report.iteration % self._interval == 0:
             self._validate(run)
-            if run.loaders.valid is not None:
+            if run.loaders.valid and not self._full:
                 run.progress.consumed_valid_samples += self._iterations * run.batch_sizes.global_batch_size
 
     def on_end(self, run: Run) -> None:
@@ -44,15 +46,16 @@ class Evaluation(Hook):
         if self._validated_at != run.progress.iteration:
             self._validate(run)
         if run.loaders.test is not None:
-            self._evaluate(run, run.loaders.test, "test", 0)
+            self._evaluate(run, run.loaders.test, "test", self._iterations, 0)
 
     def _validate(self, run: Run) -> None:
-        if run.loaders.valid is not None:
-            self._evaluate(run, run.loaders.valid, "validation", run.progress.consumed_valid_samples)
+        consumed = 0 if self._full else run.progress.consumed_valid_samples
+        for each in run.loaders.valid:
+            self._evaluate(run, each.loader, each.split, each.iterations, consumed)
             self._validated_at = run.progress.iteration
 
-    def _evaluate(self, run: Run, loader: Loader, split: str, consumed: int) -> None:
-        losses = evaluate(run, loader, split, self._iterations, consumed)
+    def _evaluate(self, run: Run, loader: Loader, split: str, iterations: int, consumed: int) -> None:
+        losses = evaluate(run, loader, split, iterations, consumed)
         if losses is not None:
             for hook in run.hooks:
                 hook.after_evaluation(run, split, losses)

@@ -205,7 +205,7 @@ def build_hooks(context: MegatronContext, save_folder: SaveFolder | None) -> lis
     if training.check_for_nan_in_loss_and_grad:
         hooks.append(StopOnNaN())
     if training.eval_iters > 0:
-        hooks.append(Evaluation(training.eval_interval, training.eval_iters))
+        hooks.append(Evaluation(training.eval_interval, training.eval_iters, full=training.full_validation))
     hooks.append(
         Exits(
             interval=training.exit_interval,

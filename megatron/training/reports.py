@@ -218,11 +218,11 @@ class TensorBoard(Hook):
             self._add(seconds, iteration=run.progress.iteration)
 
     def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
-        if split != "validation":
+        if split == "test":
             return
-        values = {f"{name} validation": loss for name, loss in losses.items()}
+        values = {f"{name} {split}": loss for name, loss in losses.items()}
         if self._config.log_validation_ppl_to_tensorboard:
-            values |= {f"{name} validation ppl": perplexity(loss) for name, loss in losses.items()}
+            values |= {f"{name} {split} ppl": perplexity(loss) for name, loss in losses.items()}
         self._add(values, iteration=run.progress.iteration, samples=run.progress.consumed_train_samples)
 
     def _add(self, values: Mapping[str, float], *, iteration: int, samples: int | None = None) -> None:

@@ -50,20 +50,34 @@ class Loader(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationSet:
+    """Validation data that has losses of its own.
+
+    Attributes:
+        split: what it is called: "validation", or "validation NAME" where it is one of several.
+        iterations: global batches of an evaluation on it.
+    """
+
+    split: str
+    loader: Loader
+    iterations: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Loaders:
-    """Of the three splits; None where there is no data or nothing asks for it, as for training with `--skip-train`.
+    """Of the three splits; none where there is no data or nothing asks for it, as for training with `--skip-train`.
 
     Attributes:
         sources: what the samples are cut from.
     """
 
     train: Loader | None
-    valid: Loader | None
-    test: Loader | None
+    valid: Sequence[ValidationSet] = ()
+    test: Loader | None = None
     sources: Sequence[TokenSource] = ()
 
     def close(self) -> None:
-        for loader in (self.train, self.valid, self.test):
+        for loader in (self.train, *(each.loader for each in self.valid), self.test):
             if loader is not None:
                 loader.close()
 
@@ -143,7 +157,10 @@ class Hook:
         """
 
     def after_evaluation(self, run: Run, split: str, losses: Mapping[str, float]) -> None:
-        """After an evaluation on "validation" or "test" data; the losses are known on ranks with the output."""
+        """After an evaluation on "validation" or "test" data; the losses are known on ranks with the output.
+
+        With `--multiple-validation-sets` it is called for each of them, as "validation NAME".
+        """
 
     def during_evaluation(self, run: Run, split: str, done: int, iterations: int) -> None:
         """After each iteration of an evaluation, `done` of `iterations` being over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -324,3 +325,22 @@ def test_the_sources_of_blends_and_blocks_are_named_once(tmp_path: Path) -> None
     assert [source.fingerprint for source in sources] == [IndexedDataset(prefix).fingerprint for prefix in prefixes]
     (alone,) = token_sources(*build(tmp_path, data_path=prefixes[:1], split="100,0,0"))
     assert alone.prefix == prefixes[0]
+
+
+def test_the_datasets_of_a_blend_are_built_at_the_same_time_and_stay_in_order(tmp_path: Path) -> None:
+    prefixes = [str(numbered_corpus(tmp_path / name, [9] * 20, first=1 + 300 * n)) for n, name in enumerate("abc")]
+    words = [word for prefix in prefixes for word in ("1", prefix)]
+    meeting = threading.Barrier(3)
+
+    class Waits(IndexedDataset):
+        def __init__(self, prefix: str, mmap: bool) -> None:
+            meeting.wait(timeout=60)
+            super().__init__(prefix, mmap=mmap)
+
+    one = build(tmp_path / "one", data_path=words, split="1", num_samples=(30, 0, 0))[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron.data.build.IndexedDataset", Waits)
+        several = build(
+            tmp_path / "several", data_path=words, split="1", num_samples=(30, 0, 0), num_dataset_builder_threads=3
+        )[0]
+    assert read_all(several) == read_all(one)

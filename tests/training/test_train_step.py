@@ -210,7 +210,7 @@ class WithoutTokens:
 @pytest.mark.parametrize("flags", [(), ("--no-calculate-per-token-loss",)], ids=["per-token", "micro-batch-means"])
 def test_a_batch_without_an_unmasked_token_is_skipped(flags: tuple[str, ...]) -> None:
     run, _ = build(*flags, "--lr-warmup-iters", "1")
-    run.loaders = Loaders(train=WithoutTokens(run.loaders.train, 8, 16), valid=None, test=None)
+    run.loaders = Loaders(train=WithoutTokens(run.loaders.train, 8, 16))
     train_step(run)
     before, position = state_of(run), run.scheduler.num_steps
     skipped = train_step(run)
@@ -236,7 +236,7 @@ def test_a_micro_batch_without_a_token_among_others_counts_as_nothing() -> None:
 
     for flags in ((), ("--no-calculate-per-token-loss",)):
         run, _ = build("--fp64", *flags)
-        run.loaders = Loaders(train=FirstEmpty(run.loaders.train, 0, 0), valid=None, test=None)
+        run.loaders = Loaders(train=FirstEmpty(run.loaders.train, 0, 0))
         report = train_step(run)
         assert report.applied
         assert not report.nan
