@@ -202,11 +202,17 @@ def _divisors(run: Run, microbatches: Sequence[Microbatch], counts: Mapping[str,
 
 
 def mean_losses(sums: Mapping[str, Tensor], counts: Mapping[str, Tensor], data: CommGroup) -> dict[str, float]:
-    """Sum over the tokens of the global batch by their number; empty where the sums are not known."""
+    """Sum over the tokens of the global batch by their number; without a term that has none.
+
+    Empty where the sums are not known.
+    """
     if not sums:
         return {}
     device = next(iter(counts.values())).device
-    means = {name: total / counts[name] for name, total in _sum_over(sums, data, device).items()}
+    totals = _sum_over(sums, data, device)
+    means = {name: totals[name] / count for name, count in counts.items() if float(count) > 0}
+    if not means:
+        return {}
     return dict(zip(means, torch.stack(list(means.values())).tolist()))
 
 
