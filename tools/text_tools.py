@@ -1,4 +1,4 @@
-"""What the text tools share: the record of finished work, files that are named, lines of text.
+"""What the text tools share: the record of finished work, files to be written, lines of text.
 
 A step is skipped when its record says that the same tool, with the same arguments, made the files that lie
 there from the inputs that lie there. Anything else is made anew, and one line says why.
@@ -151,18 +151,14 @@ def prepare_output(path: Path, *, flag: str) -> None:
         raise UserError(f"{flag} {path}: its folder cannot be written")
 
 
-def read_text(line: bytes, where: str) -> dict[str, Any]:
-    """As `parse_record`, with `where`, file and line, at the head of a message."""
-    try:
-        return parse_record(line)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+def text_of_line(line: bytes, key: str, where: str) -> str:
+    """The text under a key of a line of JSON lines; `where`, file and line, is said in errors.
 
-
-def text_of(record: Mapping[str, Any], key: str, where: str) -> str:
-    """As `text_under`, with `where`, file and line, at the head of a message."""
+    Raises:
+        UserError: the line is no record, or has no text there.
+    """
     try:
-        return text_under(record, key)
+        return text_under(parse_record(line), key)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 

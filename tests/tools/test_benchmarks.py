@@ -103,3 +103,13 @@ def test_the_update_is_measured_and_says_how_far_it_is(tmp_path: Path) -> None:
     assert (one["parameters"], many["parameters"]) == (1, 10)
     assert "1 x 100,000: turn 3 of 3, 0 s left" in done.stderr
     assert "10 x 10,000: turn 3 of 3, 0 s left" in done.stderr
+
+
+@pytest.mark.full
+def test_preprocessing_is_measured_beside_a_loop_that_writes_the_same_files(tmp_path: Path) -> None:
+    words = ["--megabytes", "3", "--vocab-size", "2000", "--turns", "1", "--json", str(tmp_path / "result.json")]
+    command = [sys.executable, str(BENCHMARKS / "data.py"), *words]
+    table = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+    result = json.loads((tmp_path / "result.json").read_text())["results"]["preprocessing"]
+    assert list(result["seconds"]) == list(result["cpu"]) == ["preprocess_data.py, 2 workers", "tokenizers, 2 threads"]
+    assert "| ratio |" in table

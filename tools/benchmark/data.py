@@ -1,11 +1,11 @@
 """Time of making data ready for a training, beside what one would write without this project.
 
 python tools/benchmark/data.py --json data.json
-python tools/benchmark/data.py --megabytes 20 --turns 1
+python tools/benchmark/data.py --megabytes 3 --vocab-size 8192 --turns 1
 
 Preprocessing: the whole command `tools/preprocess_data.py --workers 2`, from its start to its end, beside the whole
 program `tokenizers_loop.py` on two threads. Both make the same files of the same JSON lines, which is checked, with a
-byte-level BPE of 32,000 that is trained on them first. The text is that of packages that are installed.
+byte-level BPE of 32,000 tokens that is trained on them first. The text is that of packages that are installed.
 
 Sides run by turns; medians are reported, and the median of the ratios within a turn. On a busy machine the processor
 time, over all processes of a side, is the one to trust.
@@ -29,19 +29,19 @@ from turns import Times, cell, in_turn, markdown, ratios, shown, write_json
 TOOLS = Path(__file__).resolve().parents[1]
 # Large packages of Python, in the order in which their text is taken after that of the standard library.
 PACKAGES = ("torch", "transformers", "sympy", "numpy", "matplotlib", "networkx")
-VOCABULARY = 32_000
 PROCESSES = 2
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=100.0, help="of text (default: 100)")
+    parser.add_argument("--vocab-size", type=int, default=32_000, help="of the tokenizer (default: 32,000)")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the file system to measure (default: that of temporary files)")
     parser.add_argument("--json", type=Path, help="write every turn to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        times = preprocessing(Path(folder), arguments.megabytes, arguments.turns)
+        times = preprocessing(Path(folder), arguments.megabytes, arguments.vocab_size, arguments.turns)
         size = (Path(folder) / "corpus.jsonl").stat().st_size
     command, loop = times.seconds
     rows = [
@@ -61,7 +61,7 @@ def main() -> None:
         write_json(arguments.json, {"preprocessing": {"bytes": size, **asdict(times)}})
 
 
-def preprocessing(folder: Path, megabytes: float, turns: int) -> Times:
+def preprocessing(folder: Path, megabytes: float, vocab_size: int, turns: int) -> Times:
     """Seconds of the command and of the loop, on a corpus that is gathered in the folder.
 
     Raises:
@@ -75,7 +75,7 @@ def preprocessing(folder: Path, megabytes: float, turns: int) -> Times:
     ]
     texts = ["--input", sysconfig.get_path("stdlib"), *packages, "--suffixes", ".py", ".pyi", ".txt", ".rst", ".md"]
     _run(TOOLS / "make_corpus.py", "--output", corpus, *texts, "--max-megabytes", str(megabytes))
-    words = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-size", str(VOCABULARY)]
+    words = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-size", str(vocab_size)]
     _run(TOOLS / "train_tokenizer.py", "--input", corpus, "--output-prefix", folder / "tokenizer", *words)
     vocab, merges = folder / "tokenizer-vocab.json", folder / "tokenizer-merges.txt"
     sides: dict[str, list[str | Path]] = {
