@@ -24,6 +24,9 @@ class NullTokenizer(WithoutSentencePairs):
         self.eod = eod
         self.pad = pad_id if pad_id >= 0 else None
 
+    def token_id(self, token: str) -> int | None:
+        return None  # its ids have no names
+
     def encode(self, text: str) -> list[int]:
         return [self._id(word) for word in text.split()]
 
@@ -49,6 +52,9 @@ class ByteTokenizer(WithoutSentencePairs):
     vocab_size = 257
     eod = 256
     pad: int | None = None
+
+    def token_id(self, token: str) -> int | None:
+        return None  # its ids have no names
 
     def encode(self, text: str) -> list[int]:
         return list(check_text(text).encode())

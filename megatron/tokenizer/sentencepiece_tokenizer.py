@@ -49,6 +49,10 @@ class SentencePieceTokenizer(WithoutSentencePairs):
         self._literal_space_ids = self._find_literal_space_ids()
         self._fingerprint = digest("sentencepiece", model)
 
+    def token_id(self, token: str) -> int | None:
+        found = int(self._processor.piece_to_id(token))  # an unknown piece gets the id of <unk>
+        return found if self._processor.id_to_piece(found) == token else None
+
     def encode(self, text: str) -> list[int]:
         check_text(text)
         if self._literal_space_ids is None or SPACE_SYMBOL not in text:
@@ -71,7 +75,7 @@ class SentencePieceTokenizer(WithoutSentencePairs):
         if eos is not None:
             return eos
         for piece in END_OF_DOCUMENT_PIECES:
-            token = self._find(piece)
+            token = self.token_id(piece)
             if token is not None:
                 return token
         raise UserError(
@@ -80,15 +84,11 @@ class SentencePieceTokenizer(WithoutSentencePairs):
         )
 
     def _find_literal_space_ids(self) -> list[int] | None:
-        if self._find(LITERAL_SPACE_SYMBOL) is None:
+        if self.token_id(LITERAL_SPACE_SYMBOL) is None:
             return None
-        pieces = [self._find(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()]
+        pieces = [self.token_id(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()]
         ids = [piece for piece in pieces if piece is not None]
         return ids if len(ids) == len(pieces) else None
-
-    def _find(self, piece: str) -> int | None:
-        token = int(self._processor.piece_to_id(piece))  # an unknown piece gets the id of <unk>
-        return token if self._processor.id_to_piece(token) == piece else None
 
 
 def _known(token: int) -> int | None:

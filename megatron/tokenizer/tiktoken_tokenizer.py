@@ -135,6 +135,12 @@ class TikTokenizer:
         )
         self._fingerprint = digest("tiktoken", content, cut_by, str(len(tokens)), *special)
 
+    def token_id(self, token: str) -> int | None:
+        try:
+            return self._encoding.encode_single_token(token)
+        except KeyError:
+            return None
+
     def encode(self, text: str) -> list[int]:
         check_text(text)
         try:

@@ -58,6 +58,9 @@ class Tokenizer(Protocol):
     def continues_word(self) -> npt.NDArray[np.bool_] | None:
         """[vocab_size], True where a WordPiece continues a word ("##..."); None for tokenizers of another kind."""
 
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its name in the vocabulary, such as <fim_prefix>; None when that has no such token."""
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without EOD; only what the tokenizer's own files ask for is added.
 

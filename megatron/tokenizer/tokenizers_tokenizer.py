@@ -67,6 +67,10 @@ class TokenizersTokenizer:
             raise UserError(self._eod_error)
         return self._eod
 
+    def token_id(self, token: str) -> int | None:
+        found = self._backend.token_to_id(token)
+        return None if found is None else int(found)
+
     def encode(self, text: str) -> list[int]:
         # The batch call of one text gives the ids of `encode` without its character offsets, a third faster.
         texts = [check_text(text)]
@@ -93,10 +97,10 @@ class TokenizersTokenizer:
         return continues
 
     def _require(self, token: str, role: str, source: str) -> int:
-        found = self._backend.token_to_id(token)
+        found = self.token_id(token)
         if found is None:
             raise UserError(f"{source}: the {role} token {token!r} is not in the vocabulary")
-        return int(found)
+        return found
 
 
 def gpt2_bpe_tokenizer(vocab_file: str | Path, merge_file: str | Path) -> TokenizersTokenizer:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from megatron.config.data import DataConfig
+from megatron.config.options import flag_name
 from megatron.config.pipeline_layout import StageLayout
+from megatron.config.problems import UserError
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.data.batches import GPTCollator
 from megatron.data.build import build_gpt_datasets, token_sources
+from megatron.data.fill_in_middle import FillInTheMiddleDataset, MiddleMover
+from megatron.data.sample_dataset import SampleDataset, TokenArray
 from megatron.model.gpt_model import GPTModel
+from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.training.data_loaders import Datasets, SampleCounts
 from megatron.training.initialize import MegatronContext
 from megatron.training.setup import Vocabulary
@@ -33,26 +41,73 @@ def gpt_model(context: MegatronContext, stage: StageLayout, vocabulary: Vocabula
 
 def gpt_datasets(context: MegatronContext, vocabulary: Vocabulary, counts: SampleCounts) -> Datasets:
     """The datasets provider."""
-    data, tokenizer = context.config.data, vocabulary.tokenizer
+    data, tokenizer, seed = context.config.data, vocabulary.tokenizer, context.config.training.seed
+    mover = middle_mover(data, tokenizer) if data.fim_data else None
     train, valid, test = build_gpt_datasets(
         data,
         num_samples=(counts.train, counts.valid, counts.test),
-        seed=context.config.training.seed,
+        seed=seed,
         vocab_size=vocabulary.size,
         eod=tokenizer.eod,
     )
+
+    def moved(dataset: SampleDataset[TokenArray] | None, split: str) -> SampleDataset[TokenArray] | None:
+        if mover is None or dataset is None:
+            return dataset
+        return FillInTheMiddleDataset(dataset, mover, seed=seed, split=split)
+
     return Datasets(
-        train=train,
-        valid=valid,
-        test=test,
+        train=moved(train, "train"),
+        valid={name: moved(each, f"valid {name}") for name, each in valid.items()}
+        if isinstance(valid, Mapping)
+        else moved(valid, "valid"),
+        test=moved(test, "test"),
         sources=token_sources(train, valid, test),
         blank=np.empty(0, dtype=np.int64),
         collate=GPTCollator(
             seq_length=data.seq_length,
             eod=tokenizer.eod,
-            pad=tokenizer.pad,
+            pad=tokenizer.pad if mover is None else mover.pad,
             reset_position_ids=data.reset_position_ids,
             reset_attention_mask=data.reset_attention_mask,
             eod_mask_loss=data.eod_mask_loss,
         ),
+    )
+
+
+def middle_mover(data: DataConfig, tokenizer: Tokenizer) -> MiddleMover:
+    """What `--fim-data` asks for.
+
+    Raises:
+        UserError: a token is not in the vocabulary, or the tokenizer adds its own to each text.
+    """
+    if tokenizer.encode(""):
+        raise UserError(
+            f"--fim-data tokenizes parts of documents, and --tokenizer-type {tokenizer.name} would add tokens of its "
+            "own to each of them; --tokenizer-hf-no-include-special-tokens leaves them out"
+        )
+
+    def of(field: str) -> int:
+        token = getattr(data, field)
+        found = tokenizer.token_id(token)
+        if found is None:
+            raise UserError(
+                f"{flag_name(field)} {token}: the vocabulary of --tokenizer-type {tokenizer.name} has no such token, "
+                f"and --fim-data needs it; {flag_name(field)} says what it is called there"
+            )
+        return found
+
+    return MiddleMover(
+        rate=data.fim_rate,
+        spm_rate=data.fim_spm_rate,
+        fragment_rate=data.fim_fragment_rate,
+        no_prefix=data.fim_no_prefix,
+        prefix=of("fim_prefix_token"),
+        middle=of("fim_middle_token"),
+        suffix=of("fim_suffix_token"),
+        pad=of("fim_pad_token"),
+        eod=tokenizer.eod if data.fim_eod_token is None else of("fim_eod_token"),
+        split=None if data.fim_split_sample is None else of("fim_split_sample"),
+        encode=tokenizer.encode,
+        decode=tokenizer.decode,
     )

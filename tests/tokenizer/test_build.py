@@ -43,6 +43,23 @@ def test_a_tokenizer_is_built_from_local_files(
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eod) == (tokenizer_type, vocab_size, eod)
 
 
+@pytest.mark.parametrize(
+    ("tokenizer_type", "options", "ids"),
+    [
+        ("GPT2BPETokenizer", GPT2, {"<|endoftext|>": 50256, "\u0120the": 262, " the": None}),
+        ("Llama2Tokenizer", {"tokenizer_model": str(mistral_model())}, {"</s>": 2, "<unk>": 0, "<fim_prefix>": None}),
+        ("BertWordPieceCase", {"vocab_file": str(BERT_VOCABULARY)}, {"[SEP]": 102, "[sep]": None}),
+        ("NullTokenizer", {"vocab_size": 512}, {"3": None}),
+        ("ByteTokenizer", {}, {"a": None}),
+    ],
+)
+def test_a_token_is_found_by_its_name_in_the_vocabulary(
+    tokenizer_type: TokenizerType, options: dict[str, Any], ids: dict[str, int | None]
+) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type=tokenizer_type, **options))
+    assert {token: tokenizer.token_id(token) for token in ids} == ids
+
+
 def test_a_vocabulary_size_that_is_not_the_files_is_refused() -> None:
     config = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_size=50304, **GPT2)
     with pytest.raises(ValueError, match=r"--vocab-size 50304 contradicts .* 50257 ids.*--padded-vocab-size"):

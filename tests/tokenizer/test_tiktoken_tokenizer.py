@@ -79,6 +79,12 @@ def test_a_literal_special_token_becomes_its_id(small: TikTokenizer) -> None:
     assert small.decode(ids) == "a</s>b<SPECIAL_999>"
 
 
+def test_a_token_is_found_by_its_name(small: TikTokenizer) -> None:
+    assert small.token_id("</s>") == small.eod
+    assert small.token_id("a") == small.encode("a")[0]
+    assert small.token_id("<fim_prefix>") is None
+
+
 def test_a_pattern_decides_where_a_text_is_cut(tmp_path: Path) -> None:
     path = write_lines(tmp_path)
     assert TikTokenizer(path).encode("123") == [262]
