@@ -17,7 +17,7 @@ and needs no DTensor.
     <save>/.deleted-iter_0000050/             an old one that is being deleted
 """
 
-from megatron.checkpointing.async_save import AsyncSaver, Written
+from megatron.checkpointing.async_save import AsyncSaver, NotWritten, Written
 from megatron.checkpointing.errors import CheckpointBelowError, CheckpointError, NoCheckpointError
 from megatron.checkpointing.load import (
     Checkpoint,
@@ -39,6 +39,7 @@ __all__ = [
     "LazySlice",
     "LoadSummary",
     "NoCheckpointError",
+    "NotWritten",
     "Retention",
     "Written",
     "is_weight",

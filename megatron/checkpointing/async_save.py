@@ -57,6 +57,14 @@ class Written:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class NotWritten:
+    """A checkpoint that is not there, and why."""
+
+    iteration: int
+    error: Exception
+
+
 class AsyncSaver:
     """Saves in the background, one checkpoint at a time, from a buffer that is allocated once.
 
@@ -68,11 +76,14 @@ class AsyncSaver:
         self._replicas = replicas
         self._buffer = StagingBuffer()
         self._background: _Background | None = None
+        self._end: Written | NotWritten | None = None
+        self._end_taken = False
 
     @property
-    def busy(self) -> bool:
-        """Whether a save was started and not finished."""
-        return self._background is not None
+    def writing(self) -> int | None:
+        """The iteration of the save that was started, until it has ended; the first rank knows that before `finish`."""
+        background = self._background
+        return None if background is None or background.end is not None else background.save.iteration
 
     @property
     def reserved(self) -> int:
@@ -121,7 +132,7 @@ class AsyncSaver:
                 background.discard_index_file()
             save.discard()
             raise
-        self._background = background
+        self._background, self._end_taken = background, False
         background.thread.start()
 
     def wait_for_copy(self) -> None:
@@ -129,30 +140,36 @@ class AsyncSaver:
         if self._background is not None:
             self._background.copied.wait()
 
-    def finish(self) -> Written | None:
-        """Wait until the save that was started is complete. Returns: None if none was.
+    def finish(self) -> None:
+        """Wait until the save that was started is complete, if one was.
 
         Raises:
             CheckpointError: on all ranks, naming those that failed and why.
         """
         background, self._background = self._background, None
         if background is None:
-            return None
+            return
         phase = background.save.phase
         try:
             agree(self._world, phase, background.wait_for_share, raises=CheckpointError)
-            ends = agree(self._world, phase, background.wait_for_end, raises=CheckpointError)
-        except Exception:
+            agree(self._world, phase, background.wait_for_end, raises=CheckpointError)
+            self._end = background.end
+        except Exception as error:
             background.give_up()
             background.thread.join()
+            self._end = NotWritten(iteration=background.save.iteration, error=error)
             raise
-        return ends[0]
 
-    def ended(self) -> Written | Exception | None:
-        """On the first rank, how the save that was started has ended; None while it goes on."""
-        return None if self._background is None else self._background.end
+    def take_end(self) -> Written | NotWritten | None:
+        """On the first rank, how the save that was started last has ended, finished or not; once, then None."""
+        if self._background is not None:
+            self._end = self._background.end
+        if self._end is None or self._end_taken:
+            return None
+        self._end_taken = True
+        return self._end
 
-    def close(self, *, abandoned: Callable[[], bool], patience: float) -> Written | Exception | None:
+    def close(self, *, abandoned: Callable[[], bool], patience: float) -> Written | NotWritten | None:
         """Let the save that was started end when the ranks can agree on nothing any more.
 
         Args:
@@ -160,7 +177,7 @@ class AsyncSaver:
             patience: seconds for which the first rank waits for others that are not known to be gone, once its own
                 share is written.
 
-        Returns: on the first rank, how it has ended.
+        Returns: on the first rank, how it has ended, unless that was taken.
         """
         background = self._background
         if background is None:
@@ -173,8 +190,8 @@ class AsyncSaver:
                 background.give_up()
                 break
             background.thread.join(_POLL_SECONDS)
-        self._background = None
-        return background.end
+        end, self._background = self.take_end(), None
+        return end
 
     def _make_ready(self, background: _Background) -> None:
         """Have room for the share, and the lock that says that it will be written."""
@@ -196,7 +213,7 @@ class _Background:
     copied: threading.Event = field(default_factory=threading.Event)
     share_ended: threading.Event = field(default_factory=threading.Event)
     share_error: Exception | None = None
-    end: Written | Exception | None = None
+    end: Written | NotWritten | None = None
     thread: threading.Thread = field(init=False)
     _given_up: bool = False
     _publishing: threading.Lock = field(default_factory=threading.Lock)
@@ -212,12 +229,11 @@ class _Background:
         if self.share_error is not None:
             raise self.share_error
 
-    def wait_for_end(self) -> Written | None:
+    def wait_for_end(self) -> None:
         """On the first rank, raise what the save has failed of."""
         self.thread.join()
-        if isinstance(self.end, Exception):
-            raise self.end
-        return self.end
+        if isinstance(self.end, NotWritten):
+            raise self.end.error
 
     def give_up(self) -> None:
         """See to it that nothing is published from now on."""
@@ -270,7 +286,7 @@ class _Background:
             with whole_file(folder / storage.failure_file(rank)) as file:
                 file.write(f"{place_of(rank)}: {reason_of(error)}".encode())
 
-    def _end_on_first_rank(self, started: float) -> Written | Exception:
+    def _end_on_first_rank(self, started: float) -> Written | NotWritten:
         save = self.save
         try:
             failures = self._wait_for_others()
@@ -283,7 +299,7 @@ class _Background:
                 save.publish(self.writers)
         except Exception as error:
             save.discard()
-            return error
+            return NotWritten(iteration=save.iteration, error=error)
         seconds = time.perf_counter() - started
         folder = storage.iteration_folder(save.root, save.iteration)
         return Written(iteration=save.iteration, folder=folder, seconds=seconds, notes=self._notes())

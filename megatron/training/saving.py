@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
-from megatron.checkpointing import AsyncSaver, CheckpointError, Retention, Written, save_checkpoint
+from megatron.checkpointing import AsyncSaver, CheckpointError, NotWritten, Retention, Written, save_checkpoint
 from megatron.core.collectives import all_gather_object
 from megatron.training.checkpoints import kept_of
 from megatron.training.failures import launcher_gone
@@ -33,7 +33,6 @@ class Saving(Hook):
         self._retention = Retention(keep_last=wanted.keep_last, retain_interval=wanted.save_retain_interval)
         self._background = AsyncSaver(world=state.world, replicas=state.data_context) if wanted.async_save else None
         self._saved: int | None = None
-        self._told = True
         self._stood_still: float | None = None  # seconds until now, for a copy that is being made
 
     @property
@@ -59,8 +58,7 @@ class Saving(Hook):
         )
 
     def after_step(self, run: Run, report: StepReport) -> None:
-        if self._background is not None:
-            self._tell(self._background.ended())
+        self._tell_end()
         if self._interval is not None and report.iteration % self._interval == 0:
             try:
                 self._save(run)
@@ -74,9 +72,7 @@ class Saving(Hook):
         """
         self._settle()
         self._save(run)
-        if self._background is not None and self._background.busy:
-            self._say_first([self._waiting()])
-            self._tell(self._background.finish())
+        self._finish()
 
     def _save(self, run: Run) -> None:
         """Save this iteration, unless that is done; in the background, begin to."""
@@ -99,33 +95,39 @@ class Saving(Hook):
         self._background.start(
             self._folder.path, iteration, tensors, metadata, afterwards=lambda: self._delete_obsolete(iteration)
         )
-        self._saved, self._told = iteration, False
+        self._saved = iteration
         self._stood_still = time.perf_counter() - start
 
     def _settle(self) -> None:
         """Wait until what is saved in the background has ended, well or not; a collective."""
-        if self._background is None or not self._background.busy:
-            return
-        self._tell(self._background.ended())
-        if not self._told:
-            self._say_first([self._waiting()])
         try:
-            self._tell(self._background.finish())
-        except CheckpointError as error:
-            self._tell(error)
+            self._finish()
+        except CheckpointError:
             self._saved = None
+            self._tell_end()
 
-    def _tell(self, end: Written | Exception | None) -> None:
+    def _finish(self) -> None:
+        """Wait until what is saved in the background is complete; a collective.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        if self._background is not None:
+            self._say_waiting(self._background)
+            self._background.finish()
+            self._tell_end()
+
+    def _tell_end(self) -> None:
         """Say on the first rank, which knows it before the others, how a save in the background has ended."""
-        if self._told or end is None:
-            return
-        self._told = True
-        assert self._saved is not None
+        if self._background is not None:
+            self._tell(self._background.take_end())
+
+    def _tell(self, end: Written | NotWritten | None, *, goes_on: bool = True) -> None:
         if isinstance(end, Written):
             success = self._success(end.iteration, f"in {end.seconds:.1f} s in the background")
             self._say_first([success, *end.notes])
-        else:
-            self._say_first([_failure(self._saved, end)])
+        elif end is not None:
+            self._say_first([_failure(end.iteration, end.error, goes_on=goes_on)])
 
     def _success(self, iteration: int, how_long: str) -> str:
         state = self._context.state
@@ -134,8 +136,10 @@ class Saving(Hook):
             f"{self._folder.path} [ t 1/{state.tensor.size}, p 1/{state.pipeline.size} ] {how_long}"
         )
 
-    def _waiting(self) -> str:
-        return f"  waiting until the checkpoint from iteration {self._saved:7d} is written"
+    def _say_waiting(self, background: AsyncSaver) -> None:
+        iteration = background.writing
+        if iteration is not None:
+            self._say_first([f"  waiting until the checkpoint from iteration {iteration:7d} is written"])
 
     def _delete_obsolete(self, newest: int) -> Iterable[str]:
         return self._retention.apply(self._folder.path, newest) if self._context.state.rank == 0 else ()
@@ -151,15 +155,13 @@ class Saving(Hook):
         Without its launcher the run may have been started again by now, and the checkpoint is given up.
         """
         try:
-            if self._background is not None and self._background.busy:
-                self._tell(self._background.ended())
-                if not self._told:
-                    self._say_first([self._waiting()])
+            if self._background is not None:
+                self._say_waiting(self._background)
                 end = self._background.close(
                     abandoned=lambda: launcher_gone(self._context.launcher),
                     patience=60.0 * self._context.config.parallel.distributed_timeout_minutes,
                 )
-                self._tell(end)
+                self._tell(end, goes_on=False)
         finally:
             self._folder.close()
 
@@ -177,8 +179,9 @@ def save_run(run: Run, folder: Path) -> None:
     )
 
 
-def _failure(iteration: int, error: Exception) -> str:
+def _failure(iteration: int, error: Exception, *, goes_on: bool = True) -> str:
+    then = "; the run goes on, and the next save tries again" if goes_on else ""
     return (
-        f"ERROR: the checkpoint from iteration {iteration} is NOT saved, and those before it stay as they are; the "
-        f"training goes on, and the next save tries again. {error}"
+        f"ERROR: the checkpoint from iteration {iteration} is NOT saved, and those before it stay as they are{then}. "
+        f"{error}"
     )

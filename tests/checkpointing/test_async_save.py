@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.checkpointing import (
     AsyncSaver,
     CheckpointError,
+    NotWritten,
     Written,
     async_save,
     list_checkpoints,
@@ -63,8 +64,9 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path) -> Non
     with patch.object(storage, "BLOCK_BYTES", 64):  # halves are joined in blocks
         saver.reserve(kinds())
     saver.start(tmp_path / "background", 5, kinds(), {"a": 1})
-    written = saver.finish()
-    assert written is not None and written.folder == tmp_path / "background" / "iter_0000005"
+    saver.finish()
+    written = saver.take_end()
+    assert isinstance(written, Written) and written.folder == tmp_path / "background" / "iter_0000005"
     assert files(tmp_path / "background") == files(tmp_path / "waited")
 
 
@@ -74,8 +76,9 @@ def test_a_checkpoint_is_complete_though_what_comes_after_it_fails(tmp_path: Pat
 
     saver = alone()
     saver.start(tmp_path, 5, kinds(), {}, afterwards=fail)
-    written = saver.finish()
-    assert written is not None and "old ones cannot be listed" in written.notes[0]
+    saver.finish()
+    written = saver.take_end()
+    assert isinstance(written, Written) and "old ones cannot be listed" in written.notes[0]
     assert list_checkpoints(tmp_path) == (5,)
 
 
@@ -127,13 +130,15 @@ def test_nothing_is_under_its_name_before_it_is_complete_and_the_trainer_hears_o
 
     with patch.object(storage, "write_shard", slow):
         saver.start(tmp_path, 2, kinds(), {}, afterwards=lambda: ["old ones are deleted"])
-        assert saver.busy and saver.ended() is None
+        assert saver.writing == 2 and saver.take_end() is None
         assert load_checkpoint(tmp_path, world=ALONE).iteration == 1
         assert (tmp_path / ".tmp-iter_0000002").is_dir()
         go_on.set()
-        written = saver.finish()
-    assert written is not None and written.notes == ("old ones are deleted",)
-    assert not saver.busy and saver.finish() is None
+        saver.finish()
+    written = saver.take_end()
+    assert isinstance(written, Written) and written.notes == ("old ones are deleted",)
+    assert saver.writing is None and saver.take_end() is None
+    saver.finish()  # there is none to wait for
     assert load_checkpoint(tmp_path, world=ALONE).iteration == 2
 
 
@@ -181,12 +186,14 @@ def _ends_of_a_failure(rank: int, world_size: int, root: Path, victim: int, what
         saver.wait_for_copy()
         heard = ""
         if rank == 0:
-            while (end := saver.ended()) is None:
+            while (end := saver.take_end()) is None:
                 time.sleep(0.01)
-            heard = str(end)
+            assert isinstance(end, NotWritten) and end.iteration == 2
+            heard = str(end.error)
             assert sorted(os.listdir(root)) == ["iter_0000001", storage.TRACKER_FILE]  # the space is given back
         with pytest.raises(CheckpointError) as error:
             saver.finish()
+        assert (saver.take_end() is None) == (rank == 0), "it is given once"
     assert load_checkpoint(root, world=world).iteration == 1
     saver.start(root, 2, tensors, {})
     saver.finish()
@@ -219,7 +226,7 @@ def _last_words_of_the_first(rank: int, world_size: int, root: Path) -> str:
     ):
         saver.start(root, 1, model(CommGroup.single("tensor", rank), filled=True), {})
         end = saver.close(abandoned=never, patience=60.0)
-    (root / "heard").write_text(str(end) if rank == 0 else "")
+    (root / "heard").write_text(str(end.error) if isinstance(end, NotWritten) else "")
     assert not list_checkpoints(root)
     assert sorted(os.listdir(root)) == ["heard"]
     return ""
@@ -268,7 +275,7 @@ def test_a_save_that_is_given_up_is_never_published(tmp_path: Path, how: str) ->
             with patch.object(async_save, "has_writer", return_value=True):
                 saver.close(abandoned=never, patience=0.1)
         background.thread.join(30.0)
-    assert isinstance(background.end, CheckpointError) and "was given up" in str(background.end)
+    assert isinstance(background.end, NotWritten) and "was given up" in str(background.end.error)
     assert list_checkpoints(tmp_path) == (1,)
     assert sorted(os.listdir(tmp_path)) == ["iter_0000001", storage.TRACKER_FILE]
 
@@ -283,7 +290,7 @@ def test_what_can_not_be_saved_is_found_before_anything_is_written(tmp_path: Pat
     }
     with pytest.raises(CheckpointError, match=r"model\.w: two tensors of this rank have this key"):
         calls[act]()
-    assert not saver.busy
+    assert saver.writing is None
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,7 +17,6 @@ import pytest
 from megatron.checkpointing import (
     AsyncSaver,
     CheckpointError,
-    Written,
     list_checkpoints,
     load_checkpoint,
     read_tracker,
@@ -230,26 +229,26 @@ def test_a_rank_that_is_killed_while_it_writes_in_the_background_leaves_the_chec
     assert not (tmp_path / "saved" / ".tmp-iter_0000004").exists()
 
 
-def slow_write(*arguments: Any) -> Any:
-    time.sleep(0.5)
-    return write_shard(*arguments)
+def not_finite() -> None:
+    raise NonFiniteError("the loss is nan")
 
 
 def test_an_error_that_ends_the_run_lets_a_save_in_the_background_be_completed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = threading.Event()
+    closing, close = threading.Event(), AsyncSaver.close
 
-    def not_finite() -> None:
-        failed.set()
-        raise NonFiniteError("the loss is nan")
+    def close_with_a_word(*arguments: Any, **how: Any) -> Any:
+        closing.set()
+        return close(*arguments, **how)
 
     def write(*arguments: Any) -> Any:
-        failed.wait()
-        return slow_write(*arguments)
+        closing.wait()
+        return write_shard(*arguments)
 
     run, _ = build("--train-iters", "9", "--save", str(tmp_path), "--save-interval", "2", "--async-save")
     run.hooks = [After(3, not_finite), *run.hooks]
+    monkeypatch.setattr(AsyncSaver, "close", close_with_a_word)
     monkeypatch.setattr(storage, "write_shard", write)
     with pytest.raises(NonFiniteError):
         train(run)
@@ -260,6 +259,26 @@ def test_an_error_that_ends_the_run_lets_a_save_in_the_background_be_completed(
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
+def test_a_save_that_fails_while_an_error_ends_the_run_is_told_and_no_other_is_promised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def write(*arguments: Any) -> Any:
+        failed.wait()
+        return failing(2)(*arguments)
+
+    run, _ = build("--train-iters", "9", "--save", str(tmp_path), "--save-interval", "2", "--async-save")
+    run.hooks = [After(3, failed.set), After(3, not_finite), *run.hooks]
+    monkeypatch.setattr(storage, "write_shard", write)
+    with pytest.raises(NonFiniteError):
+        train(run)
+    said = capsys.readouterr().out
+    assert said.count("the checkpoint from iteration 2 is NOT saved, and those before it stay as they are. ") == 1
+    assert said.count("No space left on device") == 1
+    assert "goes on" not in said
+
+
 def test_without_its_launcher_a_run_publishes_nothing_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been started again."""
     run, recorder = build("--train-iters", "9", "--save", str(tmp_path), "--save-interval", "2", "--async-save")
@@ -267,10 +286,18 @@ def test_without_its_launcher_a_run_publishes_nothing_any_more(tmp_path: Path, m
     (exits,) = (hook for hook in run.hooks if type(hook).__name__ == "Exits")
     exits._launcher = 4321  # type: ignore[attr-defined]
     monkeypatch.setattr(os, "getppid", lambda: 4321 if len(recorder.steps) < 3 else 1)
-    monkeypatch.setattr(storage, "write_shard", slow_write)
+    ended = threading.Event()
+
+    def write(*arguments: Any) -> Any:
+        ended.wait()
+        return write_shard(*arguments)
+
+    monkeypatch.setattr(storage, "write_shard", write)
     with pytest.raises(LauncherGone):
         train(run)
-    time.sleep(1.0)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint")
+    ended.set()
+    thread.join()
     assert list_checkpoints(tmp_path) == ()
 
 
@@ -279,10 +306,11 @@ def test_the_next_save_waits_for_the_last_and_says_so(
 ) -> None:
     awaited, finish = threading.Event(), AsyncSaver.finish
 
-    def finish_late(saver: AsyncSaver) -> Written | None:
-        time.sleep(0.3)
-        awaited.set()
-        return finish(saver)
+    def finish_late(saver: AsyncSaver) -> None:
+        if saver.writing is not None:
+            time.sleep(0.3)
+            awaited.set()
+        finish(saver)
 
     def write(*arguments: Any) -> Any:
         awaited.wait()
