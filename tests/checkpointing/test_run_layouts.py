@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.checkpointing import load_checkpoint
-from megatron.checkpointing.save import Save
+from megatron.checkpointing.save import Save, writers_of
+from megatron.checkpointing.shares import share_of
 from megatron.config.megatron_config import MegatronConfig, Task
 from megatron.config.problems import ConfigError
 from megatron.core.comm_group import CommGroup
@@ -140,18 +141,16 @@ def expected(named: NamedTensor) -> Tensor:
 
 def check(root: Path, writer: Layout, reader: Layout) -> int:
     """Returns: the number of tensors that were compared."""
-    saves, writers, keys = [], [], set()
+    saves, keys = [], set()
     for rank in range(writer.world_size):
         with tensors_of(writer, rank) as (tensors, replicas):
             for named in tensors:
                 named.tensor.copy_(expected(named))
                 keys.add(named.key)
-            save = Save(root=root, iteration=1, rank=rank, metadata={})
-            if save.prepare(tensors, replicas).writes:
-                writers.append(rank)
+            save = Save(root=root, iteration=1, rank=rank).prepare(share_of(tensors, replicas), {})
             save.write()
             saves.append(save)
-    saves[0].publish(writers)
+    saves[0].publish(writers_of([save.plan for save in saves]))
     checkpoint = load_checkpoint(root, world=ALONE)
     assert set(checkpoint.tensors) == keys
     compared, read = 0, set()
