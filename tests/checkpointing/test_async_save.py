@@ -259,8 +259,7 @@ def test_a_save_that_is_given_up_is_never_published(tmp_path: Path, how: str) ->
 
     def slow(*arguments: Any) -> Any:
         result = write_shard(*arguments)
-        if how == "abandoned":
-            go_on.wait()
+        go_on.wait()
         return result
 
     with patch.object(storage, "write_shard", slow):
@@ -272,6 +271,7 @@ def test_a_save_that_is_given_up_is_never_published(tmp_path: Path, how: str) ->
             go_on.set()
         else:
             background.writers = [0, 1]  # another rank, of which nothing is known
+            go_on.set()
             with patch.object(async_save, "has_writer", return_value=True):
                 saver.close(abandoned=never, patience=0.1)
         background.thread.join(30.0)
