@@ -90,6 +90,11 @@ def flash_kernel_fits(config: MegatronConfig, flag: str) -> Iterator[Problem]:
             "torch's flash kernel takes no mask of documents",
             "another kernel, by leaving the flag out",
         ),
+        "padding": (
+            config.bert is not None,
+            "samples of BERT are padded, and torch's flash kernel takes no mask of padding",
+            "another kernel, by leaving the flag out",
+        ),
     }
     for obstacle, (stands, rule, works) in obstacles.items():
         if stands:

@@ -74,6 +74,7 @@ def test_what_has_a_meaning_for_gpt_alone_is_refused_for_bert(flag: str) -> None
         ("--position-embedding-type alibi", "--position-embedding-type"),
         ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear", "--cross-entropy-fusion-impl"),
         ("--seq-length 4", "--seq-length"),
+        ("--use-flash-attn --bf16 --attention-dropout 0", "no mask of padding"),
         ("--seq-length 4 --bert-no-binary-head", "--seq-length"),
         ("--mask-prob 0", "--mask-prob"),
         ("--short-seq-prob 1.5", "--short-seq-prob"),
