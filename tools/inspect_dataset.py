@@ -113,8 +113,8 @@ def main() -> None:
     dataset = IndexedDataset(arguments.prefix)
     tokenizer = tokenizer_if_named(arguments)
     reads_ids = arguments.check or arguments.histogram
-    if (reads_ids or tokenizer) and not np.issubdtype(dataset.dtype, np.integer):
-        raise UserError(f"{dataset.prefix}: holds {dataset.dtype}, and ids are whole numbers")
+    if reads_ids or tokenizer:
+        dataset.require_ids()
     verify(dataset)
     lengths = lengths_of(dataset)
     found = facts(dataset, lengths)

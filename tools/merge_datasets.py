@@ -37,7 +37,7 @@ def main() -> None:
     started = time.perf_counter()
     prefixes = list(find_prefixes(arguments.input))
     output: Path = arguments.output_prefix
-    if output.absolute() in [prefix.absolute() for prefix in prefixes]:
+    if bin_path(output).resolve() in [bin_path(prefix).resolve() for prefix in prefixes]:
         raise UserError(f"--output-prefix {output}: is one of the inputs; write it to another folder")
     for path in (bin_path(output), idx_path(output)):
         prepare_output(path, flag="--output-prefix")

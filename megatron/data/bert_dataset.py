@@ -194,6 +194,7 @@ class _BertRecipe(Recipe[SentenceSource, BertSample]):
 
     def open(self, prefix: str) -> SentenceSource:
         corpus = IndexedDataset(prefix, mmap=self.data.mmap_bin_files)
+        corpus.require_ids()
         # More sentences than documents need no look at each document.
         pairs = len(corpus) > corpus.num_documents or bool((np.diff(corpus.document_indices) > 1).any())
         if self.bert.binary_head and not pairs:

@@ -150,7 +150,9 @@ class _GPTRecipe(Recipe[TokenSource, TokenArray]):
     eod: int
 
     def open(self, prefix: str) -> TokenSource:
-        return IndexedDataset(prefix, mmap=self.data.mmap_bin_files)
+        corpus = IndexedDataset(prefix, mmap=self.data.mmap_bin_files)
+        corpus.require_ids()
+        return corpus
 
     def mock(self) -> TokenSource:
         return MockTokens(vocab_size=self.vocab_size, eod=self.eod)

@@ -193,6 +193,13 @@ class IndexedDataset:
                 )
             checked(bounds.size - 1)
 
+    def require_ids(self) -> None:
+        """Raises IndexedDatasetError where the numbers in `.bin`, of which the format knows all types, are no ids."""
+        if not np.issubdtype(self.dtype, np.integer):
+            raise IndexedDatasetError(
+                f"{self.prefix}: holds {self.dtype}, and ids are whole numbers; name a dataset of ids"
+            )
+
     def __len__(self) -> int:
         """Number of sequences."""
         return int(self.sequence_lengths.shape[0])

@@ -36,6 +36,8 @@ def opened(file: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
         elif file.compression == ".zst":
             stream = io.BufferedReader(_ZstdReader(raw), _BUFFER)
         try:
+            if file.compression and file.path.stat().st_size == 0:
+                raise EOFError("it is empty")  # a text of no bytes is not, once it is compressed
             yield stream, raw.tell
         except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
             raise UserError(

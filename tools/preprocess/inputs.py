@@ -1,6 +1,7 @@
 """Which files an input names. What a file holds is said by its ending."""
 
 import glob
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,9 @@ def find_inputs(arguments: Sequence[str], *, flag: str) -> list[InputFile]:
     hidden files and files of other endings are left out, the latter with a line that says how many.
 
     Raises:
-        UserError: an argument names nothing, a file has an ending that says nothing, or is named twice.
+        UserError: an argument names nothing, a file has an ending that says nothing, or is named twice; or a link
+            leads to nothing, or from within a folder to another.
+        OSError: a folder cannot be read.
     """
     found = list(_find(arguments, flag))
     seen: set[Path] = set()
@@ -53,6 +56,8 @@ def find_inputs(arguments: Sequence[str], *, flag: str) -> list[InputFile]:
 
 def _find(arguments: Iterable[str], flag: str) -> Iterator[InputFile]:
     for argument in arguments:
+        if not argument:  # would be the present folder
+            raise UserError(f"{flag}: one of its words is empty, as a variable that is not set")
         path = Path(argument)
         if path.is_dir():
             yield from _files_of_folder(path, flag)
@@ -62,6 +67,7 @@ def _find(arguments: Iterable[str], flag: str) -> Iterator[InputFile]:
         if not files:
             raise UserError(f"{flag} {argument}: there is no such file")
         for file in files:
+            _check_link(file, flag)
             if not file.is_file():
                 raise UserError(f"{flag} {file}: is not a regular file; write what it gives to a file first")
             if (known := _known(file)) is None:
@@ -70,14 +76,37 @@ def _find(arguments: Iterable[str], flag: str) -> Iterator[InputFile]:
 
 
 def _files_of_folder(folder: Path, flag: str) -> Iterator[InputFile]:
-    inside = [path for path in sorted(folder.rglob("*")) if path.is_file() and not is_record(path)]
-    visible = [path for path in inside if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    visible = [path for path in sorted(_visible(folder, flag)) if not is_record(path)]
     known = [file for path in visible if (file := _known(path)) is not None]
     if not known:
         raise UserError(f"{flag} {folder}: the folder holds no file that ends in {ENDINGS}")
     if others := len(visible) - len(known):
         say(f"{folder}: {counted(others, 'file')} of other endings left out")
     yield from known
+
+
+def _visible(folder: Path, flag: str) -> Iterator[Path]:
+    """The files in a folder and in the folders in it; none of them is passed over in silence, as `rglob` would do."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in folders:
+            if (path := Path(parent, name)).is_symlink():
+                raise UserError(f"{flag} {path}: is a link to a folder, and links are not followed; name it, too")
+        for name in files:
+            path = Path(parent, name)
+            if not name.startswith("."):
+                _check_link(path, flag)
+                if path.is_file():
+                    yield path
+
+
+def _check_link(path: Path, flag: str) -> None:
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{flag} {path}: is a link to a file that is not there")
 
 
 def _known(path: Path) -> InputFile | None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron.config.problems import UserError
 from megatron.core.whole_file import whole_file
-from megatron.data.indexed_dataset import IndexedDatasetWriter
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from preprocess.encoder import Documents, Encoder
 from preprocess.fast_tokenizer import BatchTokenizer
 from preprocess.inputs import InputFile
@@ -110,12 +110,15 @@ def _name(pieces: Sequence[Piece], settings: object) -> str:
 
 
 def finished(shard: Shard, folder: Path) -> ShardRecord | None:
-    """What a shard came to that is there already, None when it is not."""
+    """What a shard came to that is there already, None when it is not, or is damaged."""
     try:
         values = json.loads(_record_path(shard, folder).read_text())
-    except FileNotFoundError:
+        record = ShardRecord(**{**values, "bad": [Bad(*bad) for bad in values["bad"]]})
+        for key in range(len(record.tokens)):
+            IndexedDataset(shard.prefix(folder, key))
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    return ShardRecord(**{**values, "bad": [Bad(*bad) for bad in values["bad"]]})
+    return record
 
 
 def make_shard(
