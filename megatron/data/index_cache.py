@@ -92,12 +92,13 @@ class IndexCache:
                         f"({error}); give a folder that can be written"
                     ) from error
                 logger.warning("index cache %s can not be written (%s)", folder, error)
-        if self._folders:
-            logger.warning(
-                "index %s is kept in memory and built anew by each process and at each start; "
-                "--data-cache-path names a folder for it",
-                name,
-            )
+        logger.log(
+            logging.WARNING if self._folders else logging.INFO,
+            "index %s is kept in memory and built anew by each process and at each start; --data-cache-path names a "
+            "folder for it",
+            name,
+            extra={"kept": False},
+        )
         return _built_in_memory(build)
 
 
@@ -141,8 +142,10 @@ def _found_or_built(folder: Path, name: str, description: str, build: Build) -> 
     if found is None:
         started = time.monotonic()
         _store(folder, name, description, build)
-        logger.info("built index %s in %.1f s", folder / name, time.monotonic() - started)
+        seconds = time.monotonic() - started
         found = _load(folder, name)
+        size = sum(array.nbytes for array in found.values()) if found is not None else 0
+        logger.info("built index %s, %.1f MB, in %.1f s", folder / name, size / 1e6, seconds, extra={"built": size})
     if found is None:
         raise OSError(f"{folder / name} can not be read back as it was written")
     return found

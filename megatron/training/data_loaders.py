@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.megatron_config import MegatronConfig
+from megatron.config.training import TrainingConfig
 from megatron.data.blended_dataset import FilledUp, extend_blocks
 from megatron.data.loader import MicrobatchLoader
 from megatron.data.sample_dataset import SampleDataset, TokenSource
@@ -57,10 +58,9 @@ DatasetsProvider = Callable[[MegatronContext, Vocabulary, SampleCounts], Dataset
 
 
 def sample_counts(
-    context: MegatronContext, *, batch_sizes: BatchSizeSchedule, train_iters: int, progress: Progress
+    training: TrainingConfig, *, batch_sizes: BatchSizeSchedule, train_iters: int, progress: Progress
 ) -> SampleCounts:
     """Megatron-LM's numbers of samples. Those of the training data go on from the blocks in `progress`."""
-    training = context.config.training
     batch = batch_sizes.global_batch_size
     wanted = training.train_samples or batch_sizes.samples_after(train_iters)
     train = () if training.skip_train else extend_blocks(progress.train_blocks, wanted)
@@ -81,7 +81,7 @@ def build_loaders(
     """Loaders of this rank. Each tensor- and pipeline-parallel rank reads the samples of its replica itself: they come
     from mapped files that the ranks of a node share, and no rank waits for another one's data."""
     config, state = context.config, context.state
-    counts = sample_counts(context, batch_sizes=batch_sizes, train_iters=train_iters, progress=progress)
+    counts = sample_counts(config.training, batch_sizes=batch_sizes, train_iters=train_iters, progress=progress)
     if len(counts.train) > len(progress.train_blocks) > 0:
         context.say(
             f"training data: {counts.train[-1]:,} more samples are appended to the {sum(counts.train[:-1]):,} of "

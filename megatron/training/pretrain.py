@@ -20,7 +20,6 @@ from megatron.training.data_loaders import DatasetsProvider, build_loaders
 from megatron.training.hooks import Evaluation, Exits, StopOnNaN
 from megatron.training.initialize import MegatronContext, initialize_megatron
 from megatron.training.memory import MemoryAccount, explaining_out_of_memory, warn_of_too_little_memory
-from megatron.training.microbatches import BatchSizeSchedule
 from megatron.training.reports import JsonLog, LogLine, MemoryReport, TensorBoard
 from megatron.training.run import ForwardStep, Hook, Run
 from megatron.training.save_folder import SaveFolder, claim_save_folder, keep_tokenizer
@@ -30,6 +29,7 @@ from megatron.training.setup import (
     build_chunks,
     build_executor,
     build_layout,
+    build_schedule,
     build_vocabulary,
     check_parameter_count,
     describe,
@@ -125,12 +125,7 @@ def _build_run(
     config, state, device = context.config, context.state, context.device
     checkpoint = open_checkpoint(context)
     progress = progress_of(checkpoint, config)
-    batch_sizes = BatchSizeSchedule(
-        global_batch_size=config.global_batch_size,
-        micro_batch_size=config.training.micro_batch_size,
-        data_parallel_size=state.data.size,
-        rampup=config.training.rampup_batch_size,
-    )
+    batch_sizes, train_iters = build_schedule(config)
     vocabulary = build_vocabulary(config)
     if save_folder is not None:
         keep_tokenizer(save_folder, context)
@@ -138,11 +133,6 @@ def _build_run(
     layout = build_layout(config, vocabulary)
     chunks = build_chunks(context, layout, vocabulary, model_provider)
     parameters = check_parameter_count(context, chunks)
-    if config.training.train_samples is None:
-        assert config.training.train_iters is not None
-        train_iters = config.training.train_iters
-    else:
-        train_iters = batch_sizes.iterations_for(config.training.train_samples)
     loaders = build_loaders(
         context, vocabulary, datasets_provider, batch_sizes=batch_sizes, train_iters=train_iters, progress=progress
     )

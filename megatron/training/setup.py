@@ -25,6 +25,7 @@ from megatron.model.init import initialize_weights
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.training.initialize import MegatronContext
+from megatron.training.microbatches import BatchSizeSchedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,21 @@ def build_vocabulary(config: MegatronConfig) -> Vocabulary:
     if size < tokenizer.vocab_size:
         raise UserError(f"--padded-vocab-size ({size}) must not be below the tokenizer's {tokenizer.vocab_size} tokens")
     return Vocabulary(tokenizer=tokenizer, size=size, padded_size=config.padded_vocab_size(tokenizer.vocab_size))
+
+
+def build_schedule(config: MegatronConfig) -> tuple[BatchSizeSchedule, int]:
+    """The batch sizes of a run, and its number of iterations."""
+    training = config.training
+    batch_sizes = BatchSizeSchedule(
+        global_batch_size=config.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
+        data_parallel_size=config.data_parallel_size,
+        rampup=training.rampup_batch_size,
+    )
+    if training.train_samples is not None:
+        return batch_sizes, batch_sizes.iterations_for(training.train_samples)
+    assert training.train_iters is not None  # the rules of a configuration demand one of the two
+    return batch_sizes, training.train_iters
 
 
 # Builds one pipeline chunk: (context, which layers, vocabulary) -> module
