@@ -7,7 +7,7 @@ by the bytes before, the sequences of documents by the sequences before.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.core.whole_file import WholeFile
@@ -28,22 +28,24 @@ def merge_datasets(
     Raises:
         IndexedDatasetError: one is damaged, or they do not agree in the type of their ids or in having modes.
     """
-    datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    first = datasets[0]
-    for dataset in datasets:
+    first = IndexedDataset(prefixes[0])
+    have_modes = set()
+    for dataset in _each(prefixes):
         dataset.verify()
         if dataset.dtype != first.dtype:
             raise IndexedDatasetError(
                 f"{dataset.prefix} holds ids of {dataset.dtype}, {first.prefix} of {first.dtype}: they were made with "
                 "different tokenizers, and a dataset has one type"
             )
-    if len({dataset.sequence_modes is None for dataset in datasets if len(dataset)}) == 2:
+        if len(dataset):
+            have_modes.add(dataset.sequence_modes is not None)
+    if len(have_modes) == 2:
         raise IndexedDatasetError(f"{', '.join(map(str, prefixes))}: only some of them have modes of their sequences")
     bin_file = WholeFile(bin_path(output))
     try:
         bytes_before, sequences_before = [], []
         total = sequences = 0
-        for dataset in datasets:
+        for dataset in _each(prefixes):
             bytes_before.append(total)
             sequences_before.append(sequences)
             total += _append(bin_path(dataset.prefix), bin_file, copied)
@@ -52,17 +54,22 @@ def merge_datasets(
             output,
             bin_file,
             first.dtype,
-            lengths=(dataset.sequence_lengths for dataset in datasets),
-            pointers=(dataset.pointers + before for dataset, before in zip(datasets, bytes_before)),
+            lengths=(dataset.sequence_lengths for dataset in _each(prefixes)),
+            pointers=(dataset.pointers + before for dataset, before in zip(_each(prefixes), bytes_before)),
             documents=(
                 dataset.document_indices[min(index, 1) :] + before  # only the first begins with the leading 0
-                for index, (dataset, before) in enumerate(zip(datasets, sequences_before))
+                for index, (dataset, before) in enumerate(zip(_each(prefixes), sequences_before))
             ),
-            modes=(dataset.sequence_modes for dataset in datasets if dataset.sequence_modes is not None),
+            modes=(dataset.sequence_modes for dataset in _each(prefixes) if dataset.sequence_modes is not None),
         )
     finally:
         bin_file.discard()
     return IndexedDataset(output)
+
+
+def _each(prefixes: Sequence[str | Path]) -> Iterator[IndexedDataset]:
+    """The datasets one after another: each keeps two files open while it is in use, and there may be thousands."""
+    return map(IndexedDataset, prefixes)
 
 
 def _append(source: Path, target: WholeFile, copied: Callable[[int], object]) -> int:

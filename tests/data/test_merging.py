@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import struct
 from pathlib import Path
 
@@ -63,6 +65,17 @@ def test_numbers_that_do_not_add_up_are_refused(tmp_path: Path, lengths: list[in
     with IndexedDatasetWriter(tmp_path / "x", dtype=np.uint16) as writer:
         with pytest.raises(ValueError, match="3 ids in"):
             writer.add_documents(np.arange(3), np.array(lengths), np.array(counts))
+
+
+def test_more_datasets_are_merged_than_files_may_be_open(tmp_path: Path) -> None:
+    part = write_corpus(tmp_path / "a", [[[1, 2]]])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
+    try:
+        merge_datasets([part] * 50, tmp_path / "merged")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert sequences(tmp_path / "merged") == [[[1, 2]]] * 50
 
 
 def test_modes_are_merged_and_must_be_there_in_all(tmp_path: Path) -> None:
