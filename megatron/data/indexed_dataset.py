@@ -81,12 +81,18 @@ class IndexedDataset:
             file systems serve better.
 
     Raises:
-        IndexedDatasetError: a file is missing, truncated or garbage, or the two do not belong together.
+        IndexedDatasetError: a file is missing, unreadable, truncated or garbage, or the two do not belong together.
     """
 
     def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:
         self.prefix = str(prefix)
         self._idx, self._bin = idx_path(prefix), bin_path(prefix)
+        try:
+            self._open(mmap)
+        except OSError as error:
+            raise IndexedDatasetError(f"{error.filename or self.prefix}: {error.strerror}") from error
+
+    def _open(self, mmap: bool) -> None:
         for path in (self._idx, self._bin):
             if not path.is_file():
                 raise IndexedDatasetError(
