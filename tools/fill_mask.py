@@ -8,6 +8,7 @@ given several times; a text of two segments has [SEP] between them, and is told 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--text", action="append", required=True, help=f"text with {MASK}; {SEP} parts two segments")
     parser.add_argument("--top-k", type=at_least(1), default=4, help="tokens to list for each mask (default 4)")
     for field in TOKENIZER_FILES:
-        parser.add_argument(flag_name(field), help="a file of the tokenizer (default: where it was in the training)")
+        parser.add_argument(flag_name(field), help="a file of the tokenizer (default: the copy in the checkpoint)")
     options = parser.read()
     files = {field: path for field in TOKENIZER_FILES if (path := getattr(options, field)) is not None}
     opened = open_bert(options.load, step=options.ckpt_step, tokenizer_files=files)
@@ -91,9 +92,8 @@ def filled(model: BertModel, opened: OpenedModel, text: str, *, top_k: int) -> s
     assert isinstance(output, BertOutput)
     masks = tokens[0] == tokenizer.mask  # [s]
     likely = output.tokens[0, masks].double().softmax(-1).topk(min(top_k, tokenizer.vocab_size))  # [masks, k]
-    for best in likely.indices[:, 0].tolist():
-        text = text.replace(MASK, tokenizer.decode([best]).strip() or "�", 1)
-    lines = [text]
+    best = iter([tokenizer.decode([token]).strip() or "�" for token in likely.indices[:, 0].tolist()])
+    lines = [re.sub(re.escape(MASK), lambda _: next(best), text)]
     for number, (chances, ids) in enumerate(zip(likely.values.tolist(), likely.indices.tolist()), start=1):
         named = (f"{tokenizer.decode([token])} {chance:.0%}" for token, chance in zip(ids, chances))
         lines.append(f"  {MASK} {number}: {', '.join(named)}")

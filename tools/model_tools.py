@@ -51,7 +51,7 @@ def add_model_flags(parser: Parser) -> None:
         "ranks", "a model that one process has no room for is spread by torchrun over as many as these two multiply to"
     )
     add_to_parser(ranks, (option for option in section_options("parallel", ParallelConfig) if option.field in _SIZES))
-    files = parser.add_argument_group("files of the tokenizer", "by default where they were in the training")
+    files = parser.add_argument_group("files of the tokenizer", "by default the copies in the checkpoint")
     tokenizer_options = section_options("tokenizer", TokenizerConfig)
     add_to_parser(files, (option for option in tokenizer_options if option.field in TOKENIZER_FILES))
 
