@@ -51,7 +51,8 @@ class CheckpointConfig:
         default=True, metadata=flag("Save the optimizer.", off_help="Leave the optimizer out of checkpoints.")
     )
     load_optim: bool = field(
-        default=True, metadata=flag("Load the optimizer.", off_help="Start with a fresh optimizer after --load.")
+        default=True,
+        metadata=flag("Load the optimizer.", off_help="Start with a fresh optimizer after --load.", affects="training"),
     )
     save_tokenizer_assets: bool = field(
         default=True,
@@ -68,9 +69,13 @@ class CheckpointConfig:
             "their first values.",
             words="+",
             metavar="GLOB",
+            affects="training",
         ),
     )
-    finetune: bool = field(default=False, metadata=flag("Load only the weights; start at iteration 0 with new data."))
+    finetune: bool = field(
+        default=False,
+        metadata=flag("Load only the weights; start at iteration 0 with new data.", affects="training"),
+    )
     use_checkpoint_args: bool = field(
         default=False,
         metadata=flag(

@@ -119,6 +119,8 @@ def test_a_size_that_is_given_and_follows_from_the_others_too_is_no_difference(
         ("", "--micro-batch-size 4", "--micro-batch-size", "free"),
         ("", "--log-interval 7", "--log-interval", "free"),
         ("", "--no-calculate-per-token-loss", "--calculate-per-token-loss", "training"),
+        ("--load x", "--load x --no-load-optim", "--load-optim", "training"),
+        ("--load x", "--load x --finetune", "--finetune", "training"),
     ],
 )
 def test_a_difference_says_what_it_changes(parse: Parse, saved: str, present: str, flag: str, affects: str) -> None:
