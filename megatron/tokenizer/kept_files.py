@@ -35,12 +35,17 @@ def files_of(config: TokenizerConfig) -> dict[str, Path]:
 
 
 def keep_files(config: TokenizerConfig, folder: Path) -> None:
-    """Write copies of a tokenizer's files to a folder, whole or not at all; one without files needs none.
+    """Write copies of a tokenizer's files to a folder, each whole or not at all; one without files needs none.
+
+    What lay beside the files of another tokenizer is removed: this one would be read with it.
 
     Raises:
-        OSError: one cannot be read or written.
+        OSError: one cannot be read, written or removed.
     """
-    for name, path in files_of(config).items():
+    files = files_of(config)
+    for name in set(BESIDE) - files.keys():
+        (folder / name).unlink(missing_ok=True)
+    for name, path in files.items():
         content = path.read_bytes()
         make_folder(folder)
         if not (folder / name).is_file() or (folder / name).read_bytes() != content:

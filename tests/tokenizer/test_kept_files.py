@@ -74,6 +74,16 @@ def test_the_lines_of_tiktoken_are_kept_too(tmp_path: Path) -> None:
     assert build_tokenizer(kept).fingerprint() == build_tokenizer(config).fingerprint()
 
 
+def test_nothing_is_left_of_what_lay_beside_another_tokenizer(tmp_path: Path) -> None:
+    beside: dict[str, Any]
+    for name, beside in (("one", {"tokenizer_config": {"eos_token": "<end>"}}), ("other", {})):
+        (tmp_path / name).mkdir()
+        model = write_words(tmp_path / name, "<unk>", "the", "<end>", **beside)
+        config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(model))
+        keep_files(config, tmp_path / "kept")
+    assert {path.name for path in tmp_path.glob("kept/*")} == {"tokenizer.json"}
+
+
 def test_a_folder_without_all_files_changes_nothing(tmp_path: Path) -> None:
     config = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="v", merge_file="m")
     (tmp_path / "vocab.json").write_text("{}")
