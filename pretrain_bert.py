@@ -25,7 +25,7 @@ def forward_step(
     output: Tensor | BertOutput = model(
         batch.tokens,
         batch.token_types,
-        batch.padding_mask,
+        batch.is_real,
         labels=batch.labels,
         sentence_labels=batch.sentence_labels,
         hidden_states=hidden_states,

@@ -23,7 +23,7 @@ class BertBatch:
         token_types: [b, s] int64, 1 in the second segment of a pair.
         labels: [b, s] int64 what stood there before.
         loss_mask: [b, s] bool, where a token was hidden: only these count.
-        padding_mask: [b, s] bool, False behind the end of a sample.
+        is_real: [b, s] bool, False behind the end of a sample.
         sentence_labels: [b] int64, 1 where the segments of the pair are exchanged; None where samples are no pairs.
         sample_ids: [b] int64 position of each sample in the order of the run, counted over all data-parallel
             ranks.
@@ -33,7 +33,7 @@ class BertBatch:
     token_types: Tensor
     labels: Tensor
     loss_mask: Tensor
-    padding_mask: Tensor
+    is_real: Tensor
     sentence_labels: Tensor | None
     sample_ids: Tensor
 
@@ -69,21 +69,21 @@ class BertCollator:
         shape = (len(samples), self.seq_length)
         tokens, labels = np.full((2, *shape), self.pad, dtype=np.int64)  # [b, s] each
         token_types = np.zeros(shape, dtype=np.int64)
-        loss_mask, padding_mask = np.zeros((2, *shape), dtype=np.bool_)
+        loss_mask, is_real = np.zeros((2, *shape), dtype=np.bool_)
         for row, sample in enumerate(samples):
             length = sample.tokens.size
             tokens[row, :length] = sample.tokens
             token_types[row, :length] = sample.token_types
             labels[row, :length] = sample.labels
             loss_mask[row, :length] = sample.loss_mask
-            padding_mask[row, :length] = True
+            is_real[row, :length] = True
         exchanged = torch.tensor([sample.exchanged for sample in samples], dtype=torch.int64)
         return BertBatch(
             tokens=torch.from_numpy(tokens),
             token_types=torch.from_numpy(token_types),
             labels=torch.from_numpy(labels),
             loss_mask=torch.from_numpy(loss_mask),
-            padding_mask=torch.from_numpy(padding_mask),
+            is_real=torch.from_numpy(is_real),
             sentence_labels=exchanged if self.pairs else None,
             sample_ids=torch.tensor(sample_ids, dtype=torch.int64),
         )

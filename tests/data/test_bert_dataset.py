@@ -158,8 +158,8 @@ def test_a_sample_is_a_pair_of_neighbours_cut_at_its_ends(
     counts = {name: count.item() for name, count in batch.loss_counts().items()}
     hidden = sum(int(sample.loss_mask.sum()) for sample in samples)
     assert counts == {"lm loss": hidden, "sop loss": len(samples)} if pairs else {"lm loss": hidden}
-    assert batch.padding_mask.sum().item() == sum(sample.tokens.size for sample in samples)
-    assert (batch.tokens[~batch.padding_mask] == PAD).all() and not batch.loss_mask[~batch.padding_mask].any()
+    assert batch.is_real.sum().item() == sum(sample.tokens.size for sample in samples)
+    assert (batch.tokens[~batch.is_real] == PAD).all() and not batch.loss_mask[~batch.is_real].any()
 
 
 def test_half_of_the_pairs_are_exchanged(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_samples_are_megatron_lms(name: str, tmp_path: Path) -> None:
             ("types", batch.token_types),
             ("labels", labels),
             ("loss_mask", batch.loss_mask),
-            ("padding_mask", batch.padding_mask),
+            ("padding_mask", batch.is_real),
             ("truncated", [sample.truncated for sample in samples]),
             ("is_random", [sample.exchanged for sample in samples]),
         ]:
