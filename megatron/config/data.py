@@ -325,7 +325,7 @@ class DataConfig:
     def source_problems(self, *, trains: bool = True) -> Iterator[Problem]:
         """Whether it is said, and once, where the samples of a run come from; of one that trains, or evaluates only."""
         parts = [flag_name(name) for name in _PATH_FIELDS[1:] if getattr(self, name)]
-        yield from self._origin_problems(parts, "train on" if trains else "evaluate")
+        yield from self._origin_problems(parts, trains=trains)
         if not trains:
             yield from self._evaluation_problems(parts)
         elif parts and not self.train_data_path and not self.data_path and not self.mock_data:
@@ -358,7 +358,7 @@ class DataConfig:
                 works=f"--split {DEFAULT_SPLIT.replace(' ', '')} or --split 0,100,0",
             )
 
-    def _origin_problems(self, parts: Sequence[str], use: str) -> Iterator[Problem]:
+    def _origin_problems(self, parts: Sequence[str], *, trains: bool) -> Iterator[Problem]:
         """Whether samples come from exactly one of: a blend that is divided, a blend for each part, mock data."""
         if self.mock_data:
             for name in ["--data-path"] * bool(self.data_path) + list(parts):
@@ -374,7 +374,7 @@ class DataConfig:
                 works="--data-path with --split, or one path for each part",
             )
         elif not self.data_path and not parts:
-            part = "--train-data-path" if use == "train on" else "--valid-data-path"
+            use, part = ("train on", "--train-data-path") if trains else ("evaluate", "--valid-data-path")
             yield Problem(
                 flags=("--data-path", part, "--mock-data"),
                 rule=f"there is nothing to {use}",

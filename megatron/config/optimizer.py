@@ -216,7 +216,7 @@ class OptimizerConfig:
 
     @property
     def main_bytes_per_parameter(self) -> int:
-        """Of what a weight is short of a main weight."""
+        """Bytes beside a weight that make a main weight of it, or are one."""
         if self.main_in_halves:
             return 2
         return self.main_dtype.itemsize if self.params_dtype != self.main_dtype else 0

@@ -86,7 +86,7 @@ def predict_memory(config: MegatronConfig, *, padded_vocab_size: int) -> tuple[S
 
 
 def _saved_bytes(config: MegatronConfig, elements: int, state: int) -> int:
-    """Of what a replica's rank of a stage saves in the background: main weights, and the optimizer's state without."""
+    """What a rank and its replicas save in the background: main weights, and the rest of the optimizer's state."""
     if not config.checkpoint.async_save:
         return 0
     optimizer = config.optimizer
