@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from megatron.config.problems import UserError
 from megatron.tokenizer.tokenizer import WithoutSentencePairs, check_text, digest
 
+_MOST_DIGITS = 19  # of 64 bits; Python reads no number of thousands
+
 
 class NullTokenizer(WithoutSentencePairs):
     """Text that is token ids already: "17 4 256" is [17, 4, 256].
@@ -37,7 +39,7 @@ class NullTokenizer(WithoutSentencePairs):
         return digest("null", str(self.vocab_size), str(self.eod), str(self.pad))
 
     def _id(self, word: str) -> int:
-        if not (word.isascii() and word.isdigit()) or int(word) >= self.vocab_size:
+        if not (word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS) or int(word) >= self.vocab_size:
             raise UserError(
                 f"{word[:40]!r} is not a token id: --tokenizer-type NullTokenizer reads numbers from 0 to "
                 f"{self.vocab_size - 1} between spaces"

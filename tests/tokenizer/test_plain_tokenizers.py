@@ -45,7 +45,7 @@ def test_null_pads_with_the_id_it_is_told() -> None:
     assert NullTokenizer(512, pad_id=0).pad == 0
 
 
-@pytest.mark.parametrize("text", ["1 x", "512", "-1", "1.0", "1_0", "٣"])
+@pytest.mark.parametrize("text", ["1 x", "512", "-1", "1.0", "1_0", "٣", "9" * 5000])
 def test_null_refuses_what_is_not_an_id(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a token id: .* from 0 to 511"):
         NullTokenizer(512).encode(text)
