@@ -198,7 +198,7 @@ def _read_json(content: bytes, source: str) -> Iterator[bytes]:
                 f"{source}: entry {rank} must have the rank {rank} and token_bytes in base64, "
                 f"it is {json.dumps(entry)[:80]}"
             )
-        yield _from_base64(entry["token_bytes"].encode(), f"{source}: entry {rank}")
+        yield _from_base64(entry["token_bytes"].encode(errors="surrogatepass"), f"{source}: entry {rank}")
 
 
 def _read_lines(content: bytes, source: str) -> Iterator[bytes]:

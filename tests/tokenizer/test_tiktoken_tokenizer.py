@@ -161,6 +161,7 @@ def test_a_run_of_spaces_that_the_library_cannot_match_is_said_in_words(small: T
         ('{"config": {}, "vocab": []}', "is no tiktoken vocabulary: a list of"),
         (json.dumps([{"rank": 1, "token_bytes": "AA=="}]), "entry 0 must have the rank 0"),
         (json.dumps([{"rank": 0, "token_bytes": "é"}]), "entry 0: .* is not base64"),
+        (json.dumps([{"rank": 0, "token_bytes": "\ud800"}]), "entry 0: .* is not base64"),
         (json.dumps(entries(BYTES[1:])), r"lacks 1 of the 256 bytes \(b'\\x00'\)"),
         (json.dumps(entries([*BYTES, b"a"])), "the token b'a' comes more than once"),
         ("", "lacks 256 of the 256 bytes"),
