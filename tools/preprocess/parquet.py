@@ -28,10 +28,6 @@ def row_group_runs(path: Path, size: int) -> Iterator[tuple[int, int, int]]:
                 begin, total = index + 1, 0
 
 
-def rows_before(path: Path, group: int) -> int:
-    return rows_of(path, 0, group)
-
-
 def rows_of(path: Path, begin: int, end: int) -> int:
     """Rows of the row groups `begin` to `end`."""
     with _opened(path) as file:

@@ -86,7 +86,7 @@ def read_blocks(piece: Piece, keys: Sequence[str]) -> Iterator[Block]:
 def count_before(piece: Piece) -> int:
     """How many lines or rows of the file stand before the piece."""
     if piece.file.format == "parquet":
-        return parquet.rows_before(piece.file.path, piece.begin)
+        return parquet.rows_of(piece.file.path, 0, piece.begin)
     if piece.begin == 0:
         return 0
     lines, left, last = 0, piece.begin, b""

@@ -68,7 +68,7 @@ class Job:
     encoder: Encoder
     tokenizer: Tokenizer
     fast: Fastokens | None
-    dtype: "np.dtype[np.integer]"
+    dtype: np.dtype[np.integer]
     keep_going: bool
 
 
