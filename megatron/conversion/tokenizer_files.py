@@ -16,7 +16,7 @@ from megatron.tokenizer.kept_files import BESIDE, files_of
 GENERATION = "generation_config.json"
 
 _VOCABULARY, _MERGES, _SENTENCEPIECE, _TOKENIZERS = "vocab.json", "merges.txt", "tokenizer.model", "tokenizer.json"
-_WORDPIECE = "vocab.txt"
+_WORDPIECE, _SETTINGS = "vocab.txt", "tokenizer_config.json"
 
 
 def files_in(folder: Path) -> dict[str, Path]:
@@ -44,8 +44,8 @@ def tokenizer_config(files: Mapping[str, Path], folder: Path, rows: int) -> Toke
         rows: of the model's vocabulary. More than the tokenizer has tokens are `--padded-vocab-size`; a tokenizer that
             can not be used, or has more tokens than the model, gives way to numbers alone (NullTokenizer).
     """
-    wanted = {name: folder / name for name in files}
-    for present, moved in zip(_possible(files), _possible(wanted), strict=True):
+    wanted, lower_case = {name: folder / name for name in files}, _lower_case(files)
+    for present, moved in zip(_possible(files, lower_case), _possible(wanted, lower_case), strict=True):
         try:
             size = build_tokenizer(present).vocab_size
         except UserError:
@@ -55,8 +55,18 @@ def tokenizer_config(files: Mapping[str, Path], folder: Path, rows: int) -> Toke
     return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=rows)
 
 
-def _possible(files: Mapping[str, Path]) -> list[TokenizerConfig]:
-    """The tokenizers that some files make, the most exact first."""
+def _lower_case(files: Mapping[str, Path]) -> bool:
+    """Whether a vocabulary of words is of small letters alone, as Hugging Face's tokenizer takes it."""
+    settings = read_json(files[_SETTINGS]) if _SETTINGS in files else {}
+    return bool(settings.get("do_lower_case", True))
+
+
+def _possible(files: Mapping[str, Path], lower_case: bool) -> list[TokenizerConfig]:
+    """The tokenizers that some files make, the most exact first.
+
+    Args:
+        lower_case: whether a vocabulary of words is of small letters alone.
+    """
     found = []
     if _TOKENIZERS in files:
         folder = str(files[_TOKENIZERS].parent)
@@ -68,8 +78,6 @@ def _possible(files: Mapping[str, Path]) -> list[TokenizerConfig]:
         vocabulary, merges = str(files[_VOCABULARY]), str(files[_MERGES])
         found.append(TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges))
     if _WORDPIECE in files:
-        config = read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
-        lower_case = config.get("do_lower_case", True)  # as Hugging Face's tokenizer takes it
         kind: TokenizerType = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
         found.append(TokenizerConfig(tokenizer_type=kind, vocab_file=str(files[_WORDPIECE])))
     return found
