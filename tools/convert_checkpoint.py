@@ -117,8 +117,9 @@ def described(model: PortableModel) -> str:
     config = model.config
     weights = [lazy for key, lazy in model.tensors.items() if is_weight(key)]
     kinds = sorted({dtype_name(lazy.dtype) for lazy in weights})
+    kind = "" if model.bert is None else f"BERT {'with' if model.bert.binary_head else 'without'} pairs of segments, "
     return (
-        f"{sum(prod(lazy.shape) for lazy in weights):,} parameters in {' and '.join(kinds)}: "
+        f"{kind}{sum(prod(lazy.shape) for lazy in weights):,} parameters in {' and '.join(kinds)}: "
         f"{config.num_layers} layers, hidden {config.hidden_size}, "
         f"{config.num_attention_heads} heads ({config.query_groups} of keys and values), "
         f"MLP {config.ffn_size} {config.activation}, {config.normalization}, positions "
@@ -162,6 +163,8 @@ def main() -> None:
     say(f"{options.input}: {described(model)}")
     if model.training is not None:
         say(f"  with its training, {model.training.iteration:,} iterations; --weights-only leaves it out")
+    for note in model.notes:
+        say(f"  {note}")
     say(f"  tokenizer: {', '.join(model.tokenizer_files) or 'no files of one'}")
     started = time.perf_counter()
     total = bytes_of(model.tensors.values())
@@ -176,10 +179,12 @@ def main() -> None:
     tokens = fixed_tokens(model.vocab_size, model.seq_length)
     source = Side(form=reader.name, folder=options.input, options=to_read)
     target = Side(form=writer.name, folder=options.output, options={})
-    comparison = self_check(source, target, tokens, bound_of(model, wanted), say)
-    say(f"self-check: {comparison}")
-    if not comparison.agrees:
-        raise UserError(f"{options.output} does not compute what {options.input} does: {comparison}")
+    comparisons = self_check(source, target, tokens, bound_of(model, wanted), say)
+    for comparison in comparisons:
+        say(f"self-check: {comparison}")
+    for comparison in comparisons:
+        if not comparison.agrees:
+            raise UserError(f"{options.output} does not compute what {options.input} does: {comparison}")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ family that says the same of it: whose `config.json`, written and read again, gi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.config.megatron_config import section_problems
+from megatron.config.bert import BertConfig
+from megatron.config.megatron_config import Task, section_problems
 from megatron.config.options import Option, section_options
 from megatron.config.problems import ConfigError, listing, words_or
 from megatron.config.transformer import TransformerConfig
@@ -37,6 +39,7 @@ from megatron.conversion.settings import (
     sliding_window,
     sliding_window_by_layer,
     tied,
+    token_types,
     vocabulary,
     window_of,
 )
@@ -51,7 +54,7 @@ from megatron.conversion.transforms import (
     transposed,
 )
 
-HEAD = "lm_head.weight"  # which a model with tied embeddings need not have
+_HEAD = "lm_head.weight"
 # What says nothing about the function that the model computes.
 _NEUTRAL = frozenset(
     {
@@ -77,9 +80,15 @@ class Family:
         settings: how `config.json` and our configuration say the same.
         fields: of our configuration, what all models of the family have.
         matches: how tensors and our parameters are the same.
-        prefix: of all names but that of the head; files of the model without a head leave it out.
+        prefix: of all names but those of heads; files of the model without a head leave it out.
+        copies: with tied embeddings, tensors that need not be there, and of which each is a copy.
         ignored: patterns of names that hold no weight: tables that follow from the settings.
         neutral: keys of `config.json` that, in this family, say nothing about the function that the model computes.
+        task: what the models are trained for.
+        other_architectures: its classes with fewer heads, besides those whose names follow from the `architecture`.
+        old_names: ends of names in older files, and what they are now.
+        heads: by what it is for a pattern of our names of a head that files may lack, as a whole.
+        zeros: of a configuration the shapes, by name, of tensors that our model has not and that must be zero.
     """
 
     name: str
@@ -88,8 +97,14 @@ class Family:
     fields: Mapping[str, Any]
     matches: tuple[Match, ...]
     prefix: str
+    copies: Mapping[str, str]
     ignored: tuple[str, ...] = ()
     neutral: tuple[str, ...] = ()
+    task: Task = "gpt"
+    other_architectures: tuple[str, ...] = ()
+    old_names: Mapping[str, str] = field(default_factory=dict)
+    heads: Mapping[str, str] = field(default_factory=dict)
+    zeros: Callable[[HuggingFaceConfig], Mapping[str, tuple[int, ...]]] = lambda config: {}
 
     def read(self, values: Mapping[str, Any], source: str) -> HuggingFaceConfig:
         """What a `config.json` says.
@@ -104,13 +119,14 @@ class Family:
             fields |= setting.read(given)
         given.refuse_unread({*_NEUTRAL, *self.neutral})
         vocab_size, seq_length = fields.pop("vocab_size"), fields.pop("seq_length")
+        bert = BertConfig(binary_head=fields.pop("binary_head")) if self.task == "bert" else None
         for key, value in (("vocab_size", vocab_size), ("the context", seq_length)):
             if not 1 <= value <= 10**9:
                 raise given.refusal(key, value, "must be from 1 to 10^9")
         model = TransformerConfig(**fields)
         if problems := section_problems(model):
             raise ConfigError(problems)
-        return HuggingFaceConfig(model=model, vocab_size=vocab_size, seq_length=seq_length)
+        return HuggingFaceConfig(model=model, bert=bert, vocab_size=vocab_size, seq_length=seq_length)
 
     def write(self, config: HuggingFaceConfig) -> dict[str, Any]:
         """The `config.json` of a model that the family has."""
@@ -121,6 +137,8 @@ class Family:
 
     def differences(self, config: HuggingFaceConfig) -> list[str]:
         """What a model has that the family has not, a line for each flag."""
+        if config.task != self.task:
+            return [f"the model is a {config.task.upper()}, and {self.name} is a {self.task.upper()}"]
         try:
             again = self.read(self.write(config), "config.json").model
         except (ConversionError, ConfigError) as error:
@@ -132,6 +150,16 @@ class Family:
             if option.of_model and ours != theirs:
                 lines.append(f"{option.name}: {ours}, and {theirs} in {self.name}")
         return lines
+
+    def ignores(self, name: str) -> bool:
+        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+
+    def present_name(self, name: str) -> str:
+        """What a tensor that a file calls so is called now."""
+        for old, new in self.old_names.items():
+            if name.endswith(old):
+                return name.removesuffix(old) + new
+        return name
 
 
 def _effective(model: TransformerConfig) -> TransformerConfig:
@@ -172,12 +200,13 @@ def family_of_file(values: Mapping[str, Any], source: str) -> Family:
     """
     known = {family.architecture: family for family in FAMILIES}
     # A file of a model without its head; one that was written before the key has none.
-    bare = {name.replace("ForCausalLM", "Model").replace("LMHead", ""): family for name, family in known.items()}
+    others = {name.replace("ForCausalLM", "Model").replace("LMHead", ""): family for name, family in known.items()}
+    others |= {name: family for family in FAMILIES for name in family.other_architectures}
     names, model_type = values.get("architectures"), values.get("model_type")
     if not names:
         named = {family.name: family for family in FAMILIES}.get(str(model_type))
     else:
-        named = (known | bare).get(str(names[0])) if isinstance(names, list) and len(names) == 1 else None
+        named = (known | others).get(str(names[0])) if isinstance(names, list) and len(names) == 1 else None
     if named is not None:
         if model_type not in (None, named.name):
             raise ConversionError(
@@ -197,8 +226,9 @@ def family_of_model(config: HuggingFaceConfig) -> Family:
     Raises:
         ConversionError: none has; lists what the nearest one lacks.
     """
-    differences = {family.name: family.differences(config) for family in FAMILIES}
-    for family in FAMILIES:
+    families = [family for family in FAMILIES if family.task == config.task]
+    differences = {family.name: family.differences(config) for family in families}
+    for family in families:
         if not differences[family.name]:
             return family
     nearest = min(differences, key=lambda name: len(differences[name]))
@@ -226,6 +256,7 @@ _ROTARY = (
     same_value("attention_dropout", float, "attention_dropout", 0.0),
     rotary(),
 )
+_LLAMA_COPIES = {_HEAD: "model.embed_tokens.weight"}
 _RMS_NORM_AND_SWIGLU: Mapping[str, Any] = {
     "normalization": "RMSNorm",
     "activation": "swiglu",
@@ -260,7 +291,7 @@ def _llama_names(
         Match(ours=ours + "mlp.linear_fc1.{kind}", theirs=gate_and_up, transform=GATE_AND_UP),
         Match(ours=ours + "mlp.linear_fc2.{kind}", theirs=(theirs + "mlp.down_proj.{kind}",)),
         Match(ours="decoder.final_layernorm.weight", theirs=("model.norm.weight",)),
-        Match(ours="output_layer.weight", theirs=(HEAD,)),
+        Match(ours="output_layer.weight", theirs=(_HEAD,)),
     )
 
 
@@ -282,8 +313,44 @@ def _gpt2_names() -> tuple[Match, ...]:
         Match(ours=ours + "mlp.linear_fc1.{kind}", theirs=(theirs + "mlp.c_fc.{kind}",), transform=turned),
         Match(ours=ours + "mlp.linear_fc2.{kind}", theirs=(theirs + "mlp.c_proj.{kind}",), transform=turned),
         Match(ours="decoder.final_layernorm.{kind}", theirs=("transformer.ln_f.{kind}",)),
-        Match(ours="output_layer.weight", theirs=(HEAD,)),
+        Match(ours="output_layer.weight", theirs=(_HEAD,)),
     )
+
+
+_BERT_WORDS, _BERT_POSITIONS, _BERT_TYPES = (
+    f"bert.embeddings.{name}_embeddings.weight" for name in ("word", "position", "token_type")
+)
+_BERT_BIAS = "cls.predictions.bias"
+
+
+def _bert_names() -> tuple[Match, ...]:
+    """The names of BERT."""
+    ours, theirs = "encoder.layers.{layer}.", "bert.encoder.layer.{layer}."
+    projections = tuple(f"{theirs}attention.self.{name}." + "{kind}" for name in ("query", "key", "value"))
+    transform = "cls.predictions.transform."
+    return (
+        Match(ours="embedding.word_embeddings.weight", theirs=(_BERT_WORDS,)),
+        Match(ours="embedding.position_embeddings.weight", theirs=(_BERT_POSITIONS,)),
+        Match(ours="embedding.tokentype_embeddings.weight", theirs=(_BERT_TYPES,)),
+        Match(ours="embedding.layernorm.{kind}", theirs=("bert.embeddings.LayerNorm.{kind}",)),
+        Match(ours=ours + "self_attention.linear_qkv.{kind}", theirs=projections, transform=QUERY_KEY_VALUE),
+        Match(ours=ours + "self_attention.linear_proj.{kind}", theirs=(theirs + "attention.output.dense.{kind}",)),
+        Match(ours=ours + "post_attention_layernorm.{kind}", theirs=(theirs + "attention.output.LayerNorm.{kind}",)),
+        Match(ours=ours + "mlp.linear_fc1.{kind}", theirs=(theirs + "intermediate.dense.{kind}",)),
+        Match(ours=ours + "mlp.linear_fc2.{kind}", theirs=(theirs + "output.dense.{kind}",)),
+        Match(ours=ours + "post_mlp_layernorm.{kind}", theirs=(theirs + "output.LayerNorm.{kind}",)),
+        Match(ours="lm_head.dense.{kind}", theirs=(transform + "dense.{kind}",)),
+        Match(ours="lm_head.layernorm.{kind}", theirs=(transform + "LayerNorm.{kind}",)),
+        Match(ours="output_layer.bias", theirs=(_BERT_BIAS,)),
+        Match(ours="pooler.dense.{kind}", theirs=("bert.pooler.dense.{kind}",)),
+        Match(ours="binary_head.{kind}", theirs=("cls.seq_relationship.{kind}",)),
+    )
+
+
+def _one_token_type(config: HuggingFaceConfig) -> Mapping[str, tuple[int, ...]]:
+    """The table of token types of a model without pairs: ours has none, and theirs adds a row of it to each token."""
+    assert config.bert is not None
+    return {} if config.bert.binary_head else {_BERT_TYPES: (1, config.model.hidden_size)}
 
 
 _BAICHUAN_PROGRAM = {
@@ -301,6 +368,7 @@ def _llama_like(name: str, architecture: str, *settings: Setting, **fields: Any)
         fields={**_RMS_NORM_AND_SWIGLU, "position_embedding_type": "rope", **fields},
         matches=_llama_names(),
         prefix="model.",
+        copies=_LLAMA_COPIES,
         ignored=(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"(model\.)?rotary_emb\.inv_freq"),
     )
 
@@ -310,7 +378,7 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     settings=(
         vocabulary(),
-        learned_positions("n_positions"),
+        learned_positions("n_positions", 1024),
         same_value("n_layer", int, "num_layers"),
         same_value("n_embd", int, "hidden_size"),
         same_value("n_head", int, "num_attention_heads"),
@@ -333,6 +401,7 @@ GPT2 = Family(
     fields={"normalization": "LayerNorm", "position_embedding_type": "learned_absolute"},
     matches=_gpt2_names(),
     prefix="transformer.",
+    copies={_HEAD: "transformer.wte.weight"},
     ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
     # Of numerics, of other heads than that of a language model, or what another key says too.
     neutral=(
@@ -373,7 +442,54 @@ BAICHUAN2 = Family(
     },
     matches=_llama_names(("W_pack",), PACKED_QUERY_KEY_VALUE),
     prefix="model.",
+    copies=_LLAMA_COPIES,
     neutral=("z_loss_weight",),
 )
+# Settings of BERT's first program, which no other reads.
+_POOLER_OF_TENSORFLOW = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
+# As it was published: with a norm after the embeddings, after attention and after the MLP.
+BERT = Family(
+    name="bert",
+    architecture="BertForPreTraining",
+    settings=(
+        vocabulary(),
+        learned_positions("max_position_embeddings", 512),
+        same_value("num_hidden_layers", int, "num_layers"),
+        same_value("hidden_size", int, "hidden_size"),
+        same_value("num_attention_heads", int, "num_attention_heads"),
+        same_value("intermediate_size", int, "ffn_hidden_size", meaning="ffn_size"),
+        same_value("layer_norm_eps", float, "norm_epsilon", 1e-12),
+        same_value("initializer_range", float, "init_method_std", 0.02),
+        same_value("hidden_dropout_prob", float, "hidden_dropout", 0.1),
+        same_value("attention_probs_dropout_prob", float, "attention_dropout", 0.1),
+        fixed("hidden_act", "gelu"),  # also in the head for masked tokens, which has the exact one here in any case
+        fixed("tie_word_embeddings", True),
+        fixed("is_decoder", False, written=False),
+        fixed("add_cross_attention", False, written=False),
+        fixed("position_embedding_type", "absolute", written=False),
+        token_types(),
+    ),
+    fields={
+        "normalization": "LayerNorm",
+        "position_embedding_type": "learned_absolute",
+        "activation": "gelu",
+        "layernorm_placement": "post",
+    },
+    matches=_bert_names(),
+    prefix="bert.",
+    copies={"cls.predictions.decoder.weight": _BERT_WORDS, "cls.predictions.decoder.bias": _BERT_BIAS},
+    ignored=(r"(bert\.)?embeddings\.(position_ids|token_type_ids)",),
+    # Of other heads than those of pretraining.
+    neutral=("classifier_dropout", "directionality", *(f"pooler_{what}" for what in _POOLER_OF_TENSORFLOW)),
+    task="bert",
+    other_architectures=("BertForMaskedLM", "BertModel"),
+    old_names={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    heads={
+        "masked tokens": r"lm_head\..*|output_layer\.bias",
+        "the first token (pooler)": r"pooler\..*",
+        "pairs of segments": r"binary_head\..*",
+    },
+    zeros=_one_token_type,
+)
 
-FAMILIES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, BAICHUAN2)
+FAMILIES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, BAICHUAN2, BERT)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import Tensor
 from megatron.checkpointing import storage, weight_key
 from megatron.checkpointing.index import DTYPES
 from megatron.conversion.families import (
-    HEAD,
     Family,
     family_called,
     family_of_file,
@@ -27,17 +27,22 @@ from megatron.conversion.portable import (
     LazyTensor,
     PortableModel,
     global_shapes,
+    global_shards,
     refuse_differences,
 )
 from megatron.conversion.settings import HuggingFaceConfig
 from megatron.conversion.tokenizer_files import GENERATION, files_in
 from megatron.conversion.transforms import Match, joined, match_of, split, their_shapes
 from megatron.conversion.whole_folder import copy_file, read_json, whole_folder, write_json
+from megatron.core.shard import Shard
+from megatron.model.init import initialize_parameter
 from megatron.model.language_model import WORD_EMBEDDINGS
 
 CONFIG = "config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
+# Of a head that the files lack: that of a new training, whose --seed is this one when not given.
+_SEED = 1234
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors")
 
@@ -57,71 +62,119 @@ def read_hugging_face(folder: Path) -> PortableModel:
     values = read_json(folder / CONFIG)
     family = family_of_file(values, str(folder / CONFIG))
     config = family.read(values, str(folder / CONFIG))
-    found = _without_ignored(_read_tensors(folder), family)
-    tensors = _as_ours(found, family, config, folder)
+    tensors, lacking = _as_ours(_read_tensors(folder, family), family, config, folder)
     generation = {key: values[key] for key in _TOKENS if values.get(key) is not None}
     if (folder / GENERATION).is_file():
         generation |= read_json(folder / GENERATION)
     return PortableModel(
         config=config.model,
+        bert=config.bert,
         vocab_size=config.vocab_size,
         seq_length=config.seq_length,
         tensors=tensors,
         tokenizer_files=files_in(folder),
         generation=generation,
+        notes=tuple(
+            f"{folder} has no head for {head}: it gets that of a new training with --seed {_SEED}" for head in lacking
+        ),
     )
 
 
 def _as_ours(
     found: dict[str, LazyTensor], family: Family, config: HuggingFaceConfig, folder: Path
-) -> dict[str, LazyTensor]:
-    """Their tensors as the parameters of our model."""
+) -> tuple[dict[str, LazyTensor], list[str]]:
+    """Their tensors as the parameters of our model, and which heads they lack."""
     model = config.model
     bare = not any(name.startswith(family.prefix) for name in found)  # saved without its head: so are the names
-    shapes = global_shapes(model, config.vocab_size)
+
+    def as_stored(name: str) -> str:
+        return name.removeprefix(family.prefix) if bare else name
+
+    shards = global_shards(model, config.bert, config.vocab_size)
     sources: dict[str, tuple[Match, tuple[str, ...]]] = {}
-    wanted: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
+    for name in shards:
         match, theirs = match_of(name, family.matches)
-        theirs = tuple(other.removeprefix(family.prefix) if bare else other for other in theirs)
-        sources[name] = match, theirs
-        wanted |= zip(theirs, their_shapes(match, shape, model), strict=True)
-    if model.tied_embeddings and HEAD in found:
-        (embedding,) = sources[WORD_EMBEDDINGS][1]
-        _check_tied_copy(found, embedding, folder)
+        sources[name] = match, tuple(map(as_stored, theirs))
+    if model.tied_embeddings:
+        for copy, original in family.copies.items():
+            _leave_out_copy(found, copy, as_stored(original), folder)
+    for name, shape in family.zeros(config).items():
+        _leave_out_zeros(found, as_stored(name), shape, folder)
+    lacking = _lacking_heads(found, family, sources)
+    drawn = [name for names in lacking.values() for name in names]
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, (match, theirs) in sources.items():
+        if name not in drawn:
+            wanted |= zip(theirs, their_shapes(match, shards[name].global_shape, model), strict=True)
     refuse_differences(str(folder), wanted, found)
-    return {
-        weight_key(name): joined(match, {other: found[other] for other in theirs}, shapes[name], model)
+    dtype = found[sources[WORD_EMBEDDINGS][1][0]].dtype
+    tensors = {
+        weight_key(name): _drawn(shards[name], dtype)
+        if name in drawn
+        else joined(match, {other: found[other] for other in theirs}, shards[name].global_shape, model)
         for name, (match, theirs) in sources.items()
     }
+    return tensors, list(lacking)
 
 
-def _check_tied_copy(found: dict[str, LazyTensor], embedding: str, folder: Path) -> None:
-    """A head that is stored although it is the embedding must be the same; it is left out then."""
-    head = found.pop(HEAD)
-    if embedding in found and not torch.equal(head.read(), found[embedding].read()):
+def _leave_out_copy(found: dict[str, LazyTensor], copy: str, original: str, folder: Path) -> None:
+    """A copy that is stored although the model has the tensor once must be the same; it is left out then."""
+    if copy not in found:
+        return
+    values = found.pop(copy).read()
+    if original in found and not torch.equal(values, found[original].read()):
         raise ConversionError(
-            f"{folder}: {HEAD} differs from {embedding}, and tie_word_embeddings of {CONFIG} says that they are one "
-            "weight; with false the head is a weight of its own"
+            f"{folder}: {copy} differs from {original}, and tie_word_embeddings of {CONFIG} says that they are one"
         )
 
 
-def _without_ignored(found: dict[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
-    return {
-        name: tensor
-        for name, tensor in found.items()
-        if not any(re.fullmatch(pattern, name) for pattern in family.ignored)
-    }
+def _leave_out_zeros(found: dict[str, LazyTensor], name: str, shape: tuple[int, ...], folder: Path) -> None:
+    """A tensor that our model has not must be zero; it is left out then. One of another shape is none of the model."""
+    if name not in found or found[name].shape != shape:
+        return
+    if found.pop(name).read().any():
+        raise ConversionError(
+            f"{folder}: {name} is added to every token, and a model without pairs of segments has no such tensor"
+        )
 
 
-def _read_tensors(folder: Path) -> dict[str, LazyTensor]:
-    """All tensors of a folder by name.
+def _lacking_heads(
+    found: Mapping[str, LazyTensor], family: Family, sources: Mapping[str, tuple[Match, tuple[str, ...]]]
+) -> dict[str, list[str]]:
+    """The heads of our model of which the files have no tensor, and our names in each."""
+    lacking = {}
+    for head, pattern in family.heads.items():
+        ours = [name for name in sources if re.fullmatch(pattern, name)]
+        if ours and not any(other in found for name in ours for other in sources[name][1]):
+            lacking[head] = ours
+    return lacking
+
+
+def _drawn(shard: Shard, dtype: torch.dtype) -> LazyTensor:
+    """A parameter with the values that it begins a training with."""
+
+    def read() -> Tensor:
+        values = torch.empty(shard.global_shape, dtype=dtype)
+        initialize_parameter(values, shard, _SEED)
+        return values
+
+    return LazyTensor(shape=shard.global_shape, dtype=dtype, read=read)
+
+
+def _read_tensors(folder: Path, family: Family) -> dict[str, LazyTensor]:
+    """All tensors of a folder that a family does not ignore, by their present names.
 
     Raises:
         ConversionError: there are none in safetensors, or the index and the files do not agree.
     """
     if (folder / WEIGHTS).is_file():  # first, as transformers has it
-        return dict(_tensors_of_file(folder / WEIGHTS))
+        found = dict(_tensors_of_file(folder / WEIGHTS, family))
+    else:
+        found = _tensors_of_index(folder, family)
+    return {family.present_name(name): tensor for name, tensor in found.items()}
+
+
+def _tensors_of_index(folder: Path, family: Family) -> dict[str, LazyTensor]:
     if not (folder / WEIGHTS_INDEX).is_file():
         raise _no_weights(folder)
     places = read_json(folder / WEIGHTS_INDEX).get("weight_map")
@@ -135,12 +188,12 @@ def _read_tensors(folder: Path) -> dict[str, LazyTensor]:
             )
     found: dict[str, LazyTensor] = {}
     for file in sorted(set(places.values())):
-        for name, tensor in _tensors_of_file(folder / file):
+        for name, tensor in _tensors_of_file(folder / file, family):
             if places.get(name) != file:
                 raise ConversionError(f"{folder / file} holds {name}, and {WEIGHTS_INDEX} places it elsewhere")
             found[name] = tensor
     for name, file in places.items():
-        if name not in found:
+        if name not in found and not family.ignores(name):
             raise ConversionError(f"{folder / file} lacks {name}, which {WEIGHTS_INDEX} places there")
     return found
 
@@ -156,10 +209,12 @@ def _no_weights(folder: Path) -> ConversionError:
     )
 
 
-def _tensors_of_file(path: Path) -> Iterator[tuple[str, LazyTensor]]:
+def _tensors_of_file(path: Path, family: Family) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors of a safetensors file, whose header the library has checked. The file is open while one is read."""
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118, it is no mapping
+            if family.ignores(name):
+                continue
             header = file.get_slice(name)
             dtype = DTYPES.get(header.get_dtype())
             if dtype is None or not dtype.is_floating_point:
@@ -219,9 +274,11 @@ def write_hugging_face(model: PortableModel, folder: Path, *, family_name: str |
     Raises:
         ConversionError: no family, or not this one, has the model, or the folder is not empty.
     """
-    config = HuggingFaceConfig(model=model.config, vocab_size=model.vocab_size, seq_length=model.seq_length)
+    config = HuggingFaceConfig(
+        model=model.config, bert=model.bert, vocab_size=model.vocab_size, seq_length=model.seq_length
+    )
     family = _family(config, family_name)
-    tensors = _as_theirs(model, family)
+    tensors = _as_theirs(model, family, config)
     values = family.write(config)
     values |= {key: model.generation.get(key) for key in _TOKENS}
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
@@ -230,7 +287,8 @@ def write_hugging_face(model: PortableModel, folder: Path, *, family_name: str |
     with whole_folder(folder) as inside:
         _write_weights(inside, tensors)
         write_json(inside / CONFIG, values)
-        write_json(inside / GENERATION, model.generation)
+        if family.task == "gpt":  # others do not continue texts
+            write_json(inside / GENERATION, model.generation)
         for name, path in model.tokenizer_files.items():
             copy_file(path, inside / name)
 
@@ -244,12 +302,15 @@ def _family(config: HuggingFaceConfig, name: str | None) -> Family:
     return family
 
 
-def _as_theirs(model: PortableModel, family: Family) -> dict[str, LazyTensor]:
+def _as_theirs(model: PortableModel, family: Family, config: HuggingFaceConfig) -> dict[str, LazyTensor]:
     """The parameters of our model as their tensors. A tied head is left out: `tie_word_embeddings` makes it."""
     tensors: dict[str, LazyTensor] = {}
-    for name in global_shapes(model.config, model.vocab_size):
+    for name in global_shapes(model.config, model.bert, model.vocab_size):
         match, theirs = match_of(name, family.matches)
         tensors |= split(match, theirs, model.tensors[weight_key(name)], model.config)
+    dtype = model.tensors[weight_key(WORD_EMBEDDINGS)].dtype
+    for name, shape in family.zeros(config).items():
+        tensors[name] = LazyTensor(shape=shape, dtype=dtype, read=partial(torch.zeros, shape, dtype=dtype))
     return tensors
 
 

@@ -62,7 +62,7 @@ def read_native(folder: Path, step: int | None = None) -> PortableModel:
         step: the iteration; the newest when None.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it is of another model than a GPT.
+        CheckpointError: there is none, it is damaged, or its model is neither a GPT nor a BERT.
         ConfigError: its configuration breaks a rule.
     """
     checkpoint = load_checkpoint(folder, step=step, world=CommGroup.single("world"))
@@ -70,7 +70,7 @@ def read_native(folder: Path, step: int | None = None) -> PortableModel:
     config.validate(purpose="model", check_files=False)  # before anything is sized by it
     embedding = checkpoint.tensors.get(weight_key(WORD_EMBEDDINGS))
     if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"{checkpoint.folder} holds no GPT: there is no {WORD_EMBEDDINGS}")
+        raise CheckpointError(f"{checkpoint.folder} holds no language model: there is no {WORD_EMBEDDINGS}")
     tensors = {
         key: LazyTensor(shape=stored.shape, dtype=stored.dtype, read=partial(checkpoint.read, key))
         for key, stored in checkpoint.tensors.items()
@@ -78,10 +78,11 @@ def read_native(folder: Path, step: int | None = None) -> PortableModel:
     }
     rows = embedding.shape[0]
     tokenizer = kept_in(config.tokenizer, folder / TOKENIZER_FOLDER)
-    shapes = {weight_key(name): shape for name, shape in global_shapes(config.model, rows).items()}
+    shapes = {weight_key(name): shape for name, shape in global_shapes(config.model, config.bert, rows).items()}
     refuse_differences(str(checkpoint.folder), shapes, tensors)
     return PortableModel(
         config=config.model,
+        bert=config.bert,
         vocab_size=rows,
         seq_length=config.data.seq_length,
         tensors=tensors,
@@ -134,6 +135,7 @@ def _config(model: PortableModel, folder: Path) -> MegatronConfig:
         tokenizer=_tokenizer(model, folder / TOKENIZER_FOLDER),
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),
+        bert=model.bert,
     )
     if model.training is not None:
         config = _with_flags(config, model.training.flags)

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.config.bert import BertConfig
 from megatron.config.pipeline_layout import StageLayout
 from megatron.config.problems import UserError, listing
 from megatron.config.transformer import TransformerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.kernels.float_halves import narrow_
-from megatron.core.shard import shard_of
+from megatron.core.shard import Shard, shard_of
 from megatron.core.tensor_parallel.placement import Placement
+from megatron.model.bert_model import BertModel
 from megatron.model.gpt_model import GPTModel
 
 
@@ -66,6 +68,7 @@ class PortableModel:
 
     Attributes:
         config: what defines the model.
+        bert: what does so besides, of a BERT; None for a GPT.
         vocab_size: rows of the embedding that are the model's own.
         seq_length: tokens of the context that it was trained on.
         tensors: by the key of a native checkpoint: weights as `model.<name>`, with a training state also its moments as
@@ -73,15 +76,18 @@ class PortableModel:
         tokenizer_files: files that make its tokenizer, by the names that Hugging Face has for them.
         generation: what `generation_config.json` of Hugging Face says: the ids that begin and end a text, for one.
         training: of a model whose training can go on.
+        notes: what its user should know of how it was read, a line each.
     """
 
     config: TransformerConfig
+    bert: BertConfig | None = field(default=None)
     vocab_size: int
     seq_length: int
     tensors: Mapping[str, LazyTensor]
     tokenizer_files: Mapping[str, Path] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
     training: TrainingState | None = field(default=None)
+    notes: tuple[str, ...] = field(default=())
 
 
 def in_dtype(model: PortableModel, dtype: torch.dtype) -> PortableModel:
@@ -117,21 +123,36 @@ def _in_dtype(key: str, lazy: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     return LazyTensor(shape=lazy.shape, dtype=dtype, read=read)
 
 
-def global_shapes(config: TransformerConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The global parameters of a model by their names, with their shapes; no memory is taken for them."""
-    model = GPTModel(
-        config,
-        stage=StageLayout(stage=0, chunk=0, layers=range(config.num_layers), has_embedding=True, has_output=True),
-        vocab_size=vocab_size,
-        padded_vocab_size=vocab_size,
-        placement=Placement(
-            group=CommGroup.single("tensor"),
-            sequence_parallel=False,
-            dtype=torch.float32,
-            device=torch.device("meta"),
-        ),
+def build_chunk(
+    config: TransformerConfig, bert: BertConfig | None, vocab_size: int, layers: range, *, device: str
+) -> GPTModel | BertModel:
+    """Some layers of our model in float32, without values; with the first the embedding, with the last the output."""
+    stage = StageLayout(
+        stage=0,
+        chunk=0,
+        layers=layers,
+        has_embedding=layers.start == 0,
+        has_output=layers.stop == config.num_layers,
     )
-    return {shard_of(parameter).name: shard_of(parameter).global_shape for parameter in model.parameters()}
+    placement = Placement(
+        group=CommGroup.single("tensor"), sequence_parallel=False, dtype=torch.float32, device=torch.device(device)
+    )
+    if bert is None:
+        return GPTModel(config, stage=stage, vocab_size=vocab_size, padded_vocab_size=vocab_size, placement=placement)
+    return BertModel(
+        config, bert, stage=stage, vocab_size=vocab_size, padded_vocab_size=vocab_size, placement=placement
+    )
+
+
+def global_shards(config: TransformerConfig, bert: BertConfig | None, vocab_size: int) -> dict[str, Shard]:
+    """The global parameters of a model by their names; no memory is taken for them."""
+    model = build_chunk(config, bert, vocab_size, range(config.num_layers), device="meta")
+    return {shard_of(parameter).name: shard_of(parameter) for parameter in model.parameters()}
+
+
+def global_shapes(config: TransformerConfig, bert: BertConfig | None, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """The same with nothing but their shapes."""
+    return {name: shard.global_shape for name, shard in global_shards(config, bert, vocab_size).items()}
 
 
 def refuse_differences(source: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, LazyTensor]) -> None:

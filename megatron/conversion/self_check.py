@@ -2,9 +2,10 @@
 
 A conversion has let go of the model when it ends, and a check must not make it need more memory: so each side runs in a
 process, in float32. Our side goes through the model layer by layer, and holds one layer at a time; that of Hugging Face
-is the model of `transformers`, whole, where that is installed and has the family.
+is the model of `transformers`, whole, where that is installed and has the family. A BERT is given two segments, and
+padding, which takes no part in the comparison; what it says of pairs is compared too, where both sides have that.
 
-python -m megatron.conversion.self_check FORM FOLDER TOKENS.npy LOGITS.npy '{"step": 100}'
+python -m megatron.conversion.self_check FORM FOLDER TOKENS.npy LOGITS.npz '{"step": 100}'
 
 The process ends when its stdin does, which its parent holds open: no signal that ends the parent leaves it behind.
 """
@@ -28,16 +29,14 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import is_weight, weight_key
-from megatron.config.pipeline_layout import StageLayout
+from megatron.config.bert import BertConfig
 from megatron.conversion.families import family_of_file
 from megatron.conversion.forms import FORMS
 from megatron.conversion.hugging_face import CONFIG
-from megatron.conversion.portable import ConversionError, PortableModel
+from megatron.conversion.portable import ConversionError, PortableModel, build_chunk
 from megatron.conversion.whole_folder import read_json
-from megatron.core.comm_group import CommGroup
 from megatron.core.shard import shard_of
-from megatron.core.tensor_parallel.placement import Placement
-from megatron.model.gpt_model import GPTModel
+from megatron.model.bert_model import BertModel, BertOutput
 
 # Both sides compute in float32, each in its own order: thousands of roundings deep, and deeper where single activations
 # are a hundred times as large as the others. The logits of a wrong conversion are off by themselves.
@@ -46,6 +45,8 @@ SAME_WEIGHTS = 1024 * torch.finfo(torch.float32).eps
 ROUNDED_WEIGHTS = 16.0
 
 _SAMPLES, _LENGTH, _SEED = 2, 64, 1234
+# What a model says, as it is called in messages: of each token, and of each pair of segments.
+_OF_TOKENS, _OF_PAIRS = "logits", "logits of pairs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +68,14 @@ class Comparison:
     """How far two forms of a model are apart.
 
     Attributes:
+        what: is compared.
         difference: the largest one of two logits.
         scale: the largest logit.
         divergence: Kullback-Leibler, the mean over positions, in nats.
         bound: the largest difference that is allowed, as a part of the scale.
     """
 
+    what: str
     difference: float
     scale: float
     divergence: float
@@ -84,7 +87,7 @@ class Comparison:
 
     def __str__(self) -> str:
         return (
-            f"largest difference {self.difference:.3g} of logits up to {self.scale:.3g} (allowed "
+            f"largest difference {self.difference:.3g} of {self.what} up to {self.scale:.3g} (allowed "
             f"{self.bound * self.scale:.3g}), KL divergence {self.divergence:.3g}"
         )
 
@@ -100,12 +103,13 @@ def bound_of(source: PortableModel, target: PortableModel) -> float:
     return max([SAME_WEIGHTS, *(ROUNDED_WEIGHTS * epsilon for epsilon in rounded)])
 
 
-def compare(expected: Tensor, found: Tensor, bound: float) -> Comparison:
-    """Of logits [b, s, v]; columns that only one of them has, as padding, take no part."""
+def compare(expected: Tensor, found: Tensor, bound: float, what: str = _OF_TOKENS) -> Comparison:
+    """Of logits [..., v]; columns that only one of them has, as padding, take no part."""
     columns = min(expected.shape[-1], found.shape[-1])
     expected, found = (logits[..., :columns].double() for logits in (expected, found))
     likely, other = expected.log_softmax(dim=-1), found.log_softmax(dim=-1)
     return Comparison(
+        what=what,
         difference=float((expected - found).abs().max()),
         scale=float(expected.abs().max()),
         divergence=float((likely.exp() * (likely - other)).sum(dim=-1).mean()),
@@ -113,8 +117,10 @@ def compare(expected: Tensor, found: Tensor, bound: float) -> Comparison:
     )
 
 
-def self_check(source: Side, target: Side, tokens: Tensor, bound: float, say: Callable[[str], None]) -> Comparison:
-    """Compute the logits of both sides for tokens [b, s], and compare them.
+def self_check(
+    source: Side, target: Side, tokens: Tensor, bound: float, say: Callable[[str], None]
+) -> list[Comparison]:
+    """Compute the logits of both sides for tokens [b, s], and compare what both have.
 
     Args:
         say: is told what computes each side.
@@ -124,7 +130,7 @@ def self_check(source: Side, target: Side, tokens: Tensor, bound: float, say: Ca
     """
     logits = []
     with tempfile.TemporaryDirectory() as folder:
-        given, made = Path(folder, "tokens.npy"), Path(folder, "logits.npy")
+        given, made = Path(folder, "tokens.npy"), Path(folder, "logits.npz")
         np.save(given, tokens.numpy())
         for side in (source, target):
             arguments = [side.form, str(side.folder), str(given), str(made), json.dumps(dict(side.options))]
@@ -136,8 +142,10 @@ def self_check(source: Side, target: Side, tokens: Tensor, bound: float, say: Ca
                     f"{reason.splitlines()[-1]}"
                 )
             say(f"  {side.folder} computed by {done.stdout.splitlines()[-1]}")
-            logits.append(torch.from_numpy(np.load(made, allow_pickle=False)))
-    return compare(logits[0], logits[1], bound)
+            with np.load(made, allow_pickle=False) as file:
+                logits.append({what: torch.from_numpy(file[what]) for what in file.files})
+    expected, found = logits
+    return [compare(expected[what], found[what], bound, what) for what in expected if what in found]
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -162,58 +170,78 @@ def fixed_tokens(vocab_size: int, seq_length: int) -> Tensor:
     return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(_SEED))
 
 
+def segments_and_padding(tokens: Tensor, bert: BertConfig) -> tuple[Tensor, Tensor]:
+    """Of tokens [b, s] their types, two halves where the model knows pairs, and which are real: the last sample ends
+    with a quarter of padding. [b, s] each.
+    """
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    types = (places >= tokens.shape[1] // 2).long() * (1 if bert.binary_head else 0)
+    is_real = torch.ones_like(tokens, dtype=torch.bool)
+    is_real[-1, tokens.shape[1] * 3 // 4 :] = False
+    return types, is_real
+
+
 @torch.no_grad()
-def layerwise_logits(model: PortableModel, tokens: Tensor) -> Tensor:
-    """What our model computes of tokens [b, s], in float32: [b, s, v]. One layer at a time is in memory."""
+def layerwise_logits(model: PortableModel, tokens: Tensor) -> dict[str, Tensor]:
+    """What our model computes of tokens [b, s], in float32, by what it is: [b, s, v] of a GPT; of a BERT [n, v] for the
+    real tokens, and [b, 2] for pairs. One layer at a time is in memory.
+    """
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    last = model.config.num_layers - 1
-    hidden_states: Tensor | None = None
+    hidden_states: Tensor | BertOutput | None = None
     for layer in range(model.config.num_layers):
-        chunk = GPTModel(
-            model.config,
-            stage=StageLayout(
-                stage=layer,
-                chunk=0,
-                layers=range(layer, layer + 1),
-                has_embedding=layer == 0,
-                has_output=layer == last,
-            ),
-            vocab_size=model.vocab_size,
-            padded_vocab_size=model.vocab_size,
-            placement=Placement(
-                group=CommGroup.single("tensor"),
-                sequence_parallel=False,
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-            ),
-        )
+        chunk = build_chunk(model.config, model.bert, model.vocab_size, range(layer, layer + 1), device="cpu")
         for parameter in chunk.parameters():
             parameter.copy_(model.tensors[weight_key(shard_of(parameter).name)].read())
-        hidden_states = chunk(tokens, positions, hidden_states=hidden_states)
-    assert hidden_states is not None
-    return hidden_states
+        if isinstance(chunk, BertModel):
+            types, is_real = segments_and_padding(tokens, chunk.bert)
+            hidden_states = chunk(tokens, types, is_real, hidden_states=hidden_states)
+        else:
+            hidden_states = chunk(tokens, positions, hidden_states=hidden_states)
+    if not isinstance(hidden_states, BertOutput):
+        assert hidden_states is not None
+        return {_OF_TOKENS: hidden_states}
+    of_pairs = {} if hidden_states.pairs is None else {_OF_PAIRS: hidden_states.pairs}
+    return {_OF_TOKENS: hidden_states.tokens[is_real], **of_pairs}
 
 
-def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """What the model of `transformers`, which must be installed, computes in float32."""
-    from transformers import AutoModelForCausalLM
+@torch.no_grad()
+def transformers_logits(folder: Path, tokens: Tensor, bert: BertConfig | None) -> dict[str, Tensor]:
+    """What the model of `transformers`, which must be installed, computes in float32, as `layerwise_logits` gives it.
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
-    )
-    with torch.no_grad():
-        logits: Tensor = model.eval()(tokens).logits
-    return logits
+    Args:
+        bert: of a BERT, of which nothing is computed by a head that its files lack.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForPreTraining
+
+    how = {"dtype": torch.float32, "local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+    if bert is None:
+        return {_OF_TOKENS: AutoModelForCausalLM.from_pretrained(folder, **how).eval()(tokens).logits}
+    model, loading = AutoModelForPreTraining.from_pretrained(folder, output_loading_info=True, **how)
+    types, is_real = segments_and_padding(tokens, bert)
+    output = model.eval()(tokens, token_type_ids=types, attention_mask=is_real.long())
+    heads = {
+        _OF_TOKENS: (("cls.predictions.",), output.prediction_logits[is_real]),
+        _OF_PAIRS: (("bert.pooler.", "cls.seq_relationship."), output.seq_relationship_logits),
+    }
+    return {
+        what: logits
+        for what, (names, logits) in heads.items()
+        if not any(name.startswith(names) for name in loading["missing_keys"])
+    }
 
 
-def logits_of(side: Side, tokens: Tensor) -> tuple[Tensor, str]:
-    """Logits [b, s, v] of tokens [b, s], and by what they are computed."""
+def logits_of(side: Side, tokens: Tensor) -> tuple[dict[str, Tensor], str]:
+    """What a side computes of tokens [b, s], see `layerwise_logits`, and what computes it."""
     program = "this program"
     if side.form == "hf":
-        family = family_of_file(read_json(side.folder / CONFIG), str(side.folder / CONFIG))
+        values, source = read_json(side.folder / CONFIG), str(side.folder / CONFIG)
+        family = family_of_file(values, source)
         lacks = why_not_transformers(family.name)
         if not lacks:
-            return transformers_logits(side.folder, tokens), "transformers"
+            logits = transformers_logits(side.folder, tokens, family.read(values, source).bert)
+            if logits:
+                return logits, "transformers"
+            lacks = "the files have no head"
         program += f", since {lacks}"
     return layerwise_logits(FORMS[side.form].read(side.folder, **side.options), tokens), program
 
@@ -232,7 +260,8 @@ def main() -> None:
     form, folder, tokens, made, options = sys.argv[1:]
     side = Side(form=form, folder=Path(folder), options=json.loads(options))
     logits, program = logits_of(side, torch.from_numpy(np.load(tokens, allow_pickle=False)))
-    np.save(made, logits.numpy())
+    arrays: dict[str, Any] = {what: values.numpy() for what, values in logits.items()}
+    np.savez(made, **arrays)
     print(program)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.bert import BertConfig
+from megatron.config.megatron_config import Task
 from megatron.config.problems import words_or
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.portable import ConversionError
@@ -90,13 +92,19 @@ class HuggingFaceConfig:
 
     Attributes:
         model: our configuration.
+        bert: what it says besides of a BERT; None for a GPT.
         vocab_size: rows of the embedding.
         seq_length: tokens of the context.
     """
 
     model: TransformerConfig
+    bert: BertConfig | None = None
     vocab_size: int
     seq_length: int
+
+    @property
+    def task(self) -> Task:
+        return "gpt" if self.bert is None else "bert"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +112,7 @@ class Setting:
     """A part of `config.json`.
 
     Attributes:
-        read: to fields of `TransformerConfig`, `vocab_size` and `seq_length`.
+        read: to fields of `TransformerConfig`, `vocab_size` and `seq_length`, and of a BERT `binary_head`.
         write: back.
     """
 
@@ -334,11 +342,11 @@ def context_length(key: str, default: Any = _REQUIRED) -> Setting:
     )
 
 
-def learned_positions(key: str) -> Setting:
+def learned_positions(key: str, default: int) -> Setting:
     """The rows of the table, which are the context."""
 
     def read(given: ConfigJson) -> Mapping[str, Any]:
-        rows = given.get(key, int, 1024)
+        rows = given.get(key, int, default)
         return {"seq_length": rows, "max_position_embeddings": rows}
 
     return _of_model(read, lambda model: {key: model.max_position_embeddings})
@@ -362,3 +370,23 @@ def not_of_size(key: str, size: int, rule: str) -> Setting:
         return {}
 
     return Setting(read=read, write=lambda config: {})
+
+
+def token_types() -> Setting:
+    """The types of tokens: two for a model that has seen pairs of segments, one for a model without pairs."""
+
+    def read(given: ConfigJson) -> Mapping[str, Any]:
+        types = given.get("type_vocab_size", int, 2)
+        if types not in (1, 2):
+            raise given.refusal(
+                "type_vocab_size", types, "is not supported; 2 is, for pairs of segments, or 1, for none"
+            )
+        return {"binary_head": types == 2}
+
+    def write(config: HuggingFaceConfig) -> Mapping[str, Any]:
+        assert config.bert is not None
+        if config.bert.binary_head:
+            return {"type_vocab_size": 2}
+        return {"type_vocab_size": 1, "architectures": ["BertForMaskedLM"]}
+
+    return Setting(read=read, write=write)

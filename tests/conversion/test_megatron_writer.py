@@ -40,7 +40,7 @@ def tiny_model(vocab_size: int = 61, dtype: torch.dtype = torch.float32, **setti
         tensor = torch.randn(shape, generator=generator).to(dtype)
         return LazyTensor(shape=shape, dtype=dtype, read=tensor.clone)
 
-    shapes = global_shapes(config, vocab_size)
+    shapes = global_shapes(config, None, vocab_size)
     tensors = {f"model.{name}": lazy(shape) for name, shape in shapes.items()}
     return PortableModel(config=config, vocab_size=vocab_size, seq_length=24, tensors=tensors)
 

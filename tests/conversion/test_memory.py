@@ -51,7 +51,7 @@ def model_of_2_gb() -> PortableModel:
     )
     tensors = {
         f"model.{name}": LazyTensor(shape=shape, dtype=torch.bfloat16, read=partial(random, shape, seed))
-        for seed, (name, shape) in enumerate(global_shapes(config, 32_000).items())
+        for seed, (name, shape) in enumerate(global_shapes(config, None, 32_000).items())
     }
     return PortableModel(config=config, vocab_size=32_000, seq_length=4096, tensors=tensors)
 

@@ -60,7 +60,7 @@ def test_what_transformers_lacks_is_computed_by_this_program(tmp_path: Path) -> 
     tokens = fixed_tokens(61, 40)
     logits, program = logits_of(Side(form="hf", folder=theirs, options={}), tokens)
     assert program == "this program, since transformers has no baichuan"
-    assert_reference(logits, hugging_face_logits(reference, tokens).detach(), "logits")
+    assert_reference(logits["logits"], hugging_face_logits(reference, tokens).detach(), "logits")
 
 
 def test_a_model_that_computes_something_else_is_found_out(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_model_that_computes_something_else_is_found_out(tmp_path: Path) -> No
     rolled = tensors | {name: tensors[name].roll(12, dims=0)}
     write_native(read_hugging_face(save_tensors(rolled, theirs, tmp_path / "wrong")), tmp_path / "native")
     sides = (Side(form="hf", folder=theirs, options={}), Side(form="native", folder=tmp_path / "native", options={}))
-    expected, found = (logits_of(side, fixed_tokens(61, 40))[0] for side in sides)
+    expected, found = (logits_of(side, fixed_tokens(61, 40))[0]["logits"] for side in sides)
     comparison = compare(expected, found, SAME_WEIGHTS)
     assert not comparison.agrees
     assert comparison.divergence > 1e-4
@@ -102,7 +102,7 @@ def test_logits_layer_by_layer_are_those_of_the_whole_model(tmp_path: Path) -> N
     for family in ("gpt2", "llama 3.2", "baichuan2"):
         model = read_hugging_face(save(made(family), tmp_path / family))
         tokens, positions, _ = batch()
-        assert_parity(layerwise_logits(model, tokens), built(model, torch.float32)(tokens, positions), family)
+        assert_parity(layerwise_logits(model, tokens)["logits"], built(model, torch.float32)(tokens, positions), family)
 
 
 def test_numbers_that_are_none_do_not_agree() -> None:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron.config.bert import BertConfig
 from megatron.config.megatron_config import all_options
 from megatron.config.megatron_flags import known_flag
 from megatron.config.options import Option, flag_name, section_options
@@ -18,7 +19,6 @@ _LACKING: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "multi_latent_attention": (False, None),
     "experimental_attention_variant": (None,),
-    "apply_residual_connection_post_layernorm": (False, None),
     "apply_layernorm_1p": (False, None),
     "layernorm_zero_centered_gamma": (False, None),
     "qk_l2_norm": (False, None),
@@ -42,6 +42,9 @@ _LACKING: Mapping[str, tuple[Any, ...]] = {
 }
 # The flag of an argument that has another name.
 _FLAGS = {"layernorm_zero_centered_gamma": "--apply-layernorm-1p"}
+_RESIDUAL = "apply_residual_connection_post_layernorm"
+# Its norm and the linear layer after it are one operation with Transformer Engine, of which the norm does not come out.
+_RESIDUAL_IN_CORE = f"{flag_name(_RESIDUAL)}: the layers of Megatron core add to what goes into a norm nevertheless"
 _ROTARY = ("rotary_percent", "rotary_base", "rotary_interleaved", "rotary_seq_len_interpolation_factor")
 # Of the model, fields that are read as they are; besides, those that decide about its training.
 _PLAIN = (
@@ -49,6 +52,8 @@ _PLAIN = (
     *("normalization", "norm_epsilon", "add_bias_linear", "qk_layernorm", "untie_embeddings_and_output_weights"),
     *("hidden_dropout", "attention_dropout", "init_method_std", "embedding_init_method_std", "window_size"),
 )
+# The same of what BERT has besides, by its name there and ours.
+_OF_BERT = {"bert_binary_head": "binary_head", "mask_prob": "mask_prob", "short_seq_prob": "short_seq_prob"}
 # Stands for a value that a field can not have.
 _MISFIT = object()
 _TRAINING_SECTIONS = ("optimizer", "training", "data", "tokenizer")
@@ -66,13 +71,16 @@ def arguments_of(content: Any) -> dict[str, Any]:
     return dict(arguments.fields)
 
 
-def read_config(arguments: Mapping[str, Any]) -> TransformerConfig:
+def read_config(arguments: Mapping[str, Any], *, before_core: bool = False) -> TransformerConfig:
     """The model that the arguments of a checkpoint describe.
+
+    Args:
+        before_core: the model is of the time before Megatron core.
 
     Raises:
         ConversionError: it has what is not available here, or arguments that make no model.
     """
-    refused = list(_refusals(arguments))
+    refused = list(_refusals(arguments, before_core=before_core))
     if refused:
         raise ConversionError("\n".join(["the model can not be one of this version:", *refused]))
     given = {"norm_epsilon": arguments.get("layernorm_epsilon"), **arguments}
@@ -83,6 +91,8 @@ def read_config(arguments: Mapping[str, Any]) -> TransformerConfig:
         values |= {"group_query_attention": True, "num_query_groups": arguments.get("num_query_groups")}
     if not arguments.get("add_bias_linear", True):
         values["add_qkv_bias"] = bool(arguments.get("add_qkv_bias"))
+    if arguments.get(_RESIDUAL):
+        values[_RESIDUAL] = True
     if values["position_embedding_type"] == "rope":
         values |= {name: arguments[name] for name in _ROTARY if arguments.get(name) is not None}
         if arguments.get("use_rope_scaling"):
@@ -104,7 +114,23 @@ def read_config(arguments: Mapping[str, Any]) -> TransformerConfig:
     return config
 
 
-def _refusals(arguments: Mapping[str, Any]) -> Iterator[str]:
+def read_bert(arguments: Mapping[str, Any]) -> BertConfig:
+    """What the arguments of a checkpoint say of a BERT.
+
+    Raises:
+        ConversionError: a value is none of it.
+    """
+    options = {option.field: option for option in section_options("bert", BertConfig)}
+    given = {ours: arguments[theirs] for theirs, ours in _OF_BERT.items() if arguments.get(theirs) is not None}
+    values = {name: _fitted(options[name], value) for name, value in given.items()}
+    if wrong := [f"  {options[name].name} {_shown(given[name])}" for name in values if values[name] is _MISFIT]:
+        raise ConversionError("\n".join(["the arguments that it was saved with make no BERT:", *wrong]))
+    return BertConfig(**values)
+
+
+def _refusals(arguments: Mapping[str, Any], *, before_core: bool) -> Iterator[str]:
+    if arguments.get(_RESIDUAL) and not before_core:
+        yield f"  {_RESIDUAL_IN_CORE}"
     for name, neutral in _LACKING.items():
         value = arguments.get(name, neutral[0])
         if value not in neutral:
@@ -185,6 +211,13 @@ def write_arguments(
         ConversionError: it can not make it.
     """
     config = model.config
+    if config.layernorm_placement == "post":
+        raise ConversionError(
+            "--layernorm-placement post: Megatron-LM has norms before attention and MLP only; Hugging Face's BERT has "
+            "them where they were published"
+        )
+    if config.apply_residual_connection_post_layernorm:
+        raise ConversionError(_RESIDUAL_IN_CORE)
     if config.position_embedding_type == "alibi":
         raise ConversionError("--position-embedding-type alibi: Megatron-LM has no ALiBi")
     if config.normalize_output_weights:
@@ -249,4 +282,5 @@ def write_arguments(
         consumed_train_samples=0,
         consumed_valid_samples=0,
         iteration=0,
+        **({theirs: getattr(model.bert, ours) for theirs, ours in _OF_BERT.items()} if model.bert else {}),
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.bert import BertConfig
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.portable import LazyTensor, TrainingState
 
@@ -33,6 +34,7 @@ class MegatronContents:
     """A model as it was saved.
 
     Attributes:
+        bert: of a BERT; None for a GPT.
         arguments: Megatron-LM's, by name.
         tensors: whole ones, as `model.<name>`, `optimizer.<kind>.<name>`, and `main.<name>` for the weights that the
             optimizer updates. The vocabulary has all rows that were saved.
@@ -40,6 +42,7 @@ class MegatronContents:
     """
 
     config: TransformerConfig
+    bert: BertConfig | None
     arguments: Mapping[str, Any]
     tensors: Mapping[str, LazyTensor]
     training: TrainingState | None

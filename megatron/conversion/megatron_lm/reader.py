@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, RELEASE, TRACKER, MegatronContents, iteration_folder
-from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT
+from megatron.conversion.megatron_lm.names import EMBEDDING, OF_VOCABULARY
 from megatron.conversion.megatron_lm.optimizer import ADVICE
 from megatron.conversion.megatron_lm.pickles import errors_named
 from megatron.conversion.megatron_lm.shards import check_tensors
@@ -42,7 +42,7 @@ def read_megatron(
         tensors = _with_main_weights(contents.tensors, checkpoint)
         rows = tensors[f"model.{EMBEDDING}"].shape[0]
         seq_length = int(contents.arguments.get("seq_length") or contents.arguments["max_position_embeddings"])
-    check_tensors(tensors, contents.config, rows, str(checkpoint))
+    check_tensors(tensors, contents.config, contents.bert, rows, str(checkpoint))
     if true_vocab_size is not None:
         if not 1 <= true_vocab_size <= rows:
             raise ConversionError(
@@ -51,6 +51,7 @@ def read_megatron(
         tensors = dict(_trimmed(tensors, true_vocab_size))
     return PortableModel(
         config=contents.config,
+        bert=contents.bert,
         vocab_size=rows if true_vocab_size is None else true_vocab_size,
         seq_length=seq_length,
         tensors=tensors,
@@ -104,7 +105,7 @@ def _with_main_weights(saved: Mapping[str, LazyTensor], checkpoint: Path) -> dic
         if weight in tensors:  # else both are among the differences
             tensors[weight] = _main_weight(tensors.pop(key), tensors[weight], f"{checkpoint}: {weight}")
     if f"model.{EMBEDDING}" not in tensors:
-        raise ConversionError(f"has no {EMBEDDING}; the model is none of GPT, or incomplete")
+        raise ConversionError(f"has no {EMBEDDING}; the model is neither GPT nor BERT, or incomplete")
     return tensors
 
 
@@ -135,7 +136,7 @@ def _is_rounding(rounded: Tensor, value: Tensor) -> bool:
 
 def _trimmed(tensors: Mapping[str, LazyTensor], rows: int) -> Iterator[tuple[str, LazyTensor]]:
     for key, tensor in tensors.items():
-        if key.endswith((EMBEDDING, OUTPUT)):
+        if key.endswith(OF_VOCABULARY):
             yield key, _first_rows(tensor, rows)
         else:
             yield key, tensor

@@ -9,15 +9,25 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.slices import Box
+from megatron.config.bert import BertConfig
 from megatron.config.transformer import TransformerConfig
-from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, chunk_names, layer_of, with_layer
+from megatron.conversion.megatron_lm.names import (
+    EMBEDDING,
+    OF_FIRST,
+    OF_LAST,
+    OF_VOCABULARY,
+    OUTPUT,
+    chunk_names,
+    layer_of,
+    with_layer,
+)
 from megatron.conversion.megatron_lm.pickles import StridedTensor
 from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes, refuse_differences
 
 # A model chunk of one rank: by kind ("model", "optimizer.exp_avg", …) and then by name, with layers counted from 0.
 ChunkTensors = Mapping[str, Mapping[str, LazyTensor]]
 
-_ROWS = (EMBEDDING, OUTPUT, "self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
+_ROWS = (*OF_VOCABULARY, "self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
 _GATED_ROWS = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
 _COLUMNS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
 
@@ -105,7 +115,7 @@ def assembled(
     whole: dict[str, LazyTensor] = {}
     before = 0
     places = sorted(chunks)
-    ends = {"embedding.": places[0], "decoder.final_layernorm.": places[-1]}
+    ends = {**dict.fromkeys(OF_FIRST, places[0]), **dict.fromkeys(OF_LAST, places[-1])}
     for place in places:
         ranks = chunks[place]
         for kind, tensors in ranks[0].items():
@@ -159,13 +169,19 @@ def model_chunks(
     return chunks
 
 
-def check_tensors(tensors: Mapping[str, LazyTensor], config: TransformerConfig, vocab_size: int, source: str) -> None:
+def check_tensors(
+    tensors: Mapping[str, LazyTensor],
+    config: TransformerConfig,
+    bert: BertConfig | None,
+    vocab_size: int,
+    source: str,
+) -> None:
     """Refuse tensors that are not those of the model, each kind for itself.
 
     Raises:
         ConversionError: lists what is missing, what there is besides, and what has another shape.
     """
     kinds = {".".join(key.split(".")[: 2 if key.startswith("optimizer.") else 1]) for key in tensors}
-    shapes = global_shapes(config, vocab_size)
+    shapes = global_shapes(config, bert, vocab_size)
     wanted = {f"{kind}.{name}": shape for kind in sorted(kinds | {"model"}) for name, shape in shapes.items()}
     refuse_differences(source, wanted, tensors)

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.slices import Box, tiling_fault
+from megatron.config.bert import BertConfig
 from megatron.config.transformer import TransformerConfig
-from megatron.conversion.megatron_lm.arguments import arguments_of, read_config
+from megatron.conversion.megatron_lm.arguments import arguments_of, read_bert, read_config
 from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, STATES, MegatronContents
 from megatron.conversion.megatron_lm.flat_buffers import IN_BUFFERS, bucket_limit, flat_buckets
-from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, native_name
+from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, native_name, task_of
 from megatron.conversion.megatron_lm.optimizer import ADVICE, SavedOptimizer, training_state
 from megatron.conversion.megatron_lm.pickles import (
     StandIn,
@@ -42,7 +43,7 @@ from megatron.conversion.portable import ConversionError, LazyTensor, global_sha
 _MARKER = "metadata.json"
 _INDEX = ".metadata"
 _COMMON = "common.pt"
-_STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)")
+_STACKED = re.compile(r"(decoder|encoder)\.layers\.(?!\d+\.)")
 _BUFFER = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
 )
@@ -106,6 +107,7 @@ def read_torch_dist_layout(folder: Path, *, weights_only: bool) -> MegatronConte
     common = _common_state(folder, objects)
     arguments = arguments_of(common)
     config = read_config(arguments)
+    bert = read_bert(arguments) if task_of(tensors) == "bert" else None
     with_training = "optimizer" in common and not weights_only
     whole = dict(_whole_tensors(tensors, config, with_training=with_training))
     training = None
@@ -113,12 +115,12 @@ def read_torch_dist_layout(folder: Path, *, weights_only: bool) -> MegatronConte
         optimizer = common["optimizer"]
         buffers = {key: tensor for key, tensor in tensors.items() if key.startswith("optimizer.distributed.")}
         if buffers:
-            whole |= _from_buffers(buffers, config, arguments, tensors[EMBEDDING].shape[0])
+            whole |= _from_buffers(buffers, config, bert, arguments, tensors[EMBEDDING].shape[0])
             optimizer = {**optimizer, "optimizer": _first_object(objects, f"{_DISTRIBUTED}optimizer/")}
             if any(key.startswith(f"{_DISTRIBUTED}grad_scaler/") for key in objects):
                 optimizer["grad_scaler"] = _first_object(objects, f"{_DISTRIBUTED}grad_scaler/")
         training = training_state(common, arguments, SavedOptimizer.of(optimizer))
-    return MegatronContents(config=config, arguments=arguments, tensors=whole, training=training)
+    return MegatronContents(config=config, bert=bert, arguments=arguments, tensors=whole, training=training)
 
 
 def _check_marker(folder: Path) -> None:
@@ -212,6 +214,7 @@ def _whole_tensors(
     tensors: Mapping[str, _ChunkedTensor], config: TransformerConfig, *, with_training: bool
 ) -> Iterator[tuple[str, LazyTensor]]:
     """Weights, and the states that are kept under the names of parameters, by kind and our name."""
+    task = task_of(tensors)
     for key, stored in tensors.items():
         kind, name = "model.", key
         if key.startswith("optimizer."):
@@ -225,7 +228,7 @@ def _whole_tensors(
                     f"distributed optimizer of older versions kept flat parts of tensors, which are not read; {ADVICE}"
                 )
         for full, tensor in _layers(name, stored, config):
-            ours = native_name(full)
+            ours = native_name(full, task)
             if ours is not None and not (ours == OUTPUT and config.tied_embeddings):
                 yield f"{kind}{ours}", tensor
 
@@ -242,12 +245,13 @@ def _layers(name: str, stored: _ChunkedTensor, config: TransformerConfig) -> Ite
     inner = stored.shape[1:]
     for layer in range(config.num_layers):
         box = Box(offset=(layer, *(0,) * len(inner)), shape=(1, *inner))
-        yield _STACKED.sub(f"decoder.layers.{layer}.", name, count=1), stored.part(box, inner)
+        yield _STACKED.sub(rf"\1.layers.{layer}.", name, count=1), stored.part(box, inner)
 
 
 def _from_buffers(
     buffers: Mapping[str, _ChunkedTensor],
     config: TransformerConfig,
+    bert: BertConfig | None,
     arguments: Mapping[str, Any],
     vocab_size: int,
 ) -> dict[str, LazyTensor]:
@@ -263,7 +267,7 @@ def _from_buffers(
     uneven = arguments.get("pipeline_model_parallel_layout") or config.num_layers % (pipeline * virtual)
     if uneven or any(arguments.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")):
         raise ConversionError(f"its stages have different numbers of layers, and so its buffers; {ADVICE}")
-    shapes = global_shapes(config, vocab_size)
+    shapes = global_shapes(config, bert, vocab_size)
     impl = str(arguments.get("transformer_impl"))
     named = model_chunks(config, shapes, pipeline=pipeline, virtual=virtual, transformer_impl=impl)
     chunks: dict[tuple[int, int], list[ChunkTensors]] = {}

@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.config.megatron_config import Task
 from megatron.config.transformer import TransformerConfig
-from megatron.conversion.megatron_lm.arguments import arguments_of, read_config
+from megatron.conversion.megatron_lm.arguments import arguments_of, read_bert, read_config
 from megatron.conversion.megatron_lm.contents import (
     BUFFERS_FILE,
     NOT_THE_FORM,
@@ -25,7 +26,7 @@ from megatron.conversion.megatron_lm.contents import (
     rank_folder,
     rank_of,
 )
-from megatron.conversion.megatron_lm.names import flat_names, native_name
+from megatron.conversion.megatron_lm.names import flat_names, is_before_core, native_name, task_of
 from megatron.conversion.megatron_lm.optimizer import (
     SavedOptimizer,
     states_by_parameter,
@@ -62,19 +63,25 @@ def read_torch_layout(folder: Path, *, weights_only: bool) -> MegatronContents:
     """
     grid = _read_ranks(folder)
     first = grid[0][0]
-    config = read_config(first.arguments)
+    names = _names(grid)
+    config = read_config(first.arguments, before_core=is_before_core(names))
+    task = task_of(names)
     with_training = "optimizer" in first.content and not weights_only
     chunks: dict[tuple[int, int], list[ChunkTensors]] = {}
     for stage, ranks in enumerate(grid):
         for rank in ranks:
             with errors_named(rank.path, NOT_THE_FORM):
-                for number, chunk in enumerate(_rank_chunks(rank, config, with_training=with_training)):
+                for number, chunk in enumerate(_rank_chunks(rank, config, task, with_training=with_training)):
                     chunks.setdefault((number, stage), []).append(chunk)
     training = None
     if with_training:
         training = training_state(first.content, first.arguments, SavedOptimizer.of(first.content["optimizer"]))
     return MegatronContents(
-        config=config, arguments=first.arguments, tensors=assembled(chunks, config), training=training
+        config=config,
+        bert=read_bert(first.arguments) if task == "bert" else None,
+        arguments=first.arguments,
+        tensors=assembled(chunks, config),
+        training=training,
     )
 
 
@@ -132,25 +139,39 @@ def _read_rank(path: Path) -> _RankFile:
     return _RankFile(path=path, content=content, arguments=fields)
 
 
-def _rank_chunks(rank: _RankFile, config: TransformerConfig, *, with_training: bool) -> list[ChunkTensors]:
+def _names(grid: Sequence[Sequence[_RankFile]]) -> set[str]:
+    """What the tensors of all stages are called."""
+    names: set[str] = set()
+    for first, *_ in grid:
+        with errors_named(first.path, NOT_THE_FORM):
+            names.update(name for state in _states_of_models(first) for name, _ in flat_names(state))
+    return names
+
+
+def _rank_chunks(rank: _RankFile, config: TransformerConfig, task: Task, *, with_training: bool) -> list[ChunkTensors]:
     """What a rank holds of each of its model chunks."""
-    models = _models(rank)
+    models = _models(rank, task)
     states = _states(rank, models) if with_training else [{}] * len(models)
     return [_rows_by_heads({"model": model, **state}, rank, config) for model, state in zip(models, states)]
 
 
-def _models(rank: _RankFile) -> list[dict[str, LazyTensor]]:
-    """The weights of a rank's model chunks by our names, in the order of their registration."""
+def _states_of_models(rank: _RankFile) -> list[Mapping[str, Any]]:
+    """What a rank has of each of its model chunks, as it was saved."""
     content = rank.content
     names = ["model"] if "model" in content else [f"model{number}" for number in range(len(content))]
     states = [content[name] for name in names if name in content]
     if not states or not all(isinstance(state, Mapping) for state in states):
         raise ConversionError("holds no model")
+    return states
+
+
+def _models(rank: _RankFile, task: Task) -> list[dict[str, LazyTensor]]:
+    """The weights of a rank's model chunks by our names, in the order of their registration."""
     models = []
-    for state in states:
+    for state in _states_of_models(rank):
         model = {}
         for name, value in flat_names(state):
-            ours = native_name(name)
+            ours = native_name(name, task)
             if ours is not None and isinstance(value, LazyTensor):
                 model[ours] = value
         models.append(model)

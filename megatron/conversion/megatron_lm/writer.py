@@ -20,14 +20,17 @@ from megatron.config.tokenizer import TokenizerConfig, padded_vocab_size
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.arguments import write_arguments
 from megatron.conversion.megatron_lm.contents import RANK_FILE, RELEASE, TRACKER, rank_folder
-from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, core_name
+from megatron.conversion.megatron_lm.names import OF_LAST, OF_VOCABULARY, core_name
 from megatron.conversion.megatron_lm.shards import cut, cut_shape, model_chunks, split_dimension
 from megatron.conversion.megatron_lm.torch_files import TensorToCome, TorchWriter
 from megatron.conversion.portable import LazyTensor, PortableModel, global_shapes
 from megatron.conversion.whole_folder import whole_folder
 
 # Linear layers of core keep a state of their implementation, which is nothing here but is looked for.
-_LINEAR = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+_LINEAR = (
+    *("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"),
+    "output_layer",
+)
 
 # The converter's flags for the sizes.
 _RANKS, _STAGES = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
@@ -73,7 +76,11 @@ def write_megatron(
         transformer_impl=transformer_impl,
     )
     named = model_chunks(
-        config, global_shapes(config, 1), pipeline=pipeline, virtual=virtual, transformer_impl=transformer_impl
+        config,
+        global_shapes(config, model.bert, 1),
+        pipeline=pipeline,
+        virtual=virtual,
+        transformer_impl=transformer_impl,
     )
     with whole_folder(folder) as unfinished:
         for stage in range(pipeline):
@@ -118,7 +125,7 @@ def _check_sizes(model: PortableModel, *, tensor: int, pipeline: int, virtual: i
         ConfigError: all of them, by the flags of the converter.
     """
     problems = [
-        *_rank_problems(model.config, tensor),
+        *_rank_problems(model, tensor),
         *_stage_problems(model.config.num_layers, pipeline, virtual),
         *_vocabulary_problems(model.vocab_size, divisible_by, tensor),
     ]
@@ -126,8 +133,9 @@ def _check_sizes(model: PortableModel, *, tensor: int, pipeline: int, virtual: i
         raise ConfigError(problems)
 
 
-def _rank_problems(config: TransformerConfig, tensor: int) -> Iterator[Problem]:
-    shapes = global_shapes(config, 1)
+def _rank_problems(model: PortableModel, tensor: int) -> Iterator[Problem]:
+    config = model.config
+    shapes = global_shapes(config, model.bert, 1)
     if rule := _rank_rule(config, shapes, tensor):
         heads = divisors(config.num_attention_heads)
         fitting = near((size for size in heads if not _rank_rule(config, shapes, size)), tensor)
@@ -143,7 +151,7 @@ def _rank_rule(config: TransformerConfig, shapes: Mapping[str, tuple[int, ...]],
     if groups % tensor and tensor % groups:
         return f"must divide the {groups} query groups, or be a multiple of them"
     for name, shape in shapes.items():
-        dim = None if name in (EMBEDDING, OUTPUT) else split_dimension(name)
+        dim = None if name in OF_VOCABULARY else split_dimension(name)
         if dim is not None and shape[dim] % tensor:
             return f"must divide the {shape[dim]} {('rows', 'columns')[dim]} of {name}"
     return ""
@@ -183,11 +191,12 @@ def _vocabulary_problems(vocab_size: int, divisible_by: int, tensor: int) -> Ite
 
 def _padded(name: str, lazy: LazyTensor, rows: int) -> LazyTensor:
     """The tensor, of a vocabulary with rows of zeros after its own."""
-    if name not in (EMBEDDING, OUTPUT) or lazy.shape[0] == rows:
+    if name not in OF_VOCABULARY or lazy.shape[0] == rows:
         return lazy
 
     def read() -> Tensor:
-        return F.pad(lazy.read(), (0, 0, 0, rows - lazy.shape[0]))
+        columns = (0, 0) * (len(lazy.shape) - 1)  # a bias has none
+        return F.pad(lazy.read(), (*columns, 0, rows - lazy.shape[0]))
 
     return LazyTensor(shape=(rows, *lazy.shape[1:]), dtype=lazy.dtype, read=read)
 
@@ -204,8 +213,9 @@ def _described(chunks: list[dict[str, LazyTensor]], size: int, transformer_impl:
             module, _, kind = name.rpartition(".")
             if module.endswith(_LINEAR) and (kind == "bias" or f"{module}.bias" not in chunk):
                 state[f"{module}._extra_state"] = None
-        if any(name.startswith("decoder.final_layernorm.") for name in chunk):
-            state["output_layer._extra_state"] = None  # the layer is there, also where its weight is the embedding's
+        if any(name.startswith(OF_LAST) for name in chunk):
+            # The layer is there, also where it has nothing but the weight of the embedding.
+            state.setdefault("output_layer._extra_state", None)
         states.append(state)
     return (
         {"model": states[0]} if len(states) == 1 else {f"model{number}": state for number, state in enumerate(states)}
