@@ -70,7 +70,9 @@ def test_numbers_that_do_not_add_up_are_refused(tmp_path: Path, lengths: list[in
 def test_more_datasets_are_merged_than_files_may_be_open(tmp_path: Path) -> None:
     part = write_corpus(tmp_path / "a", [[[1, 2]]])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
+    with open(os.devnull) as file:
+        first_free = file.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + 20, hard))
     try:
         merge_datasets([part] * 50, tmp_path / "merged")
     finally:
