@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,17 @@ from megatron.conversion.self_check import SAME_WEIGHTS, Side, compare, fixed_to
 from megatron.model.init import initialize_weights
 from megatron.training.wanted_checkpoint import saved_config
 from tests.conversion.bert_models import batch, computed, our_bert, saved_bert, their_bert
-from tests.conversion.megatron_files import CHECKPOINTS, FILE, OUTPUTS, arrays, changed, contents, read_all, weights
+from tests.conversion.megatron_files import (
+    CHECKPOINTS,
+    FILE,
+    OUTPUTS,
+    arrays,
+    changed,
+    contents,
+    rank_file,
+    read_all,
+    weights,
+)
 from tests.conversion.ranks import through_ranks
 from tests.conversion.test_megatron_reader import (
     FP32,
@@ -412,6 +423,24 @@ def test_norms_after_are_not_for_megatron(tmp_path: Path) -> None:
 def test_arguments_that_make_no_bert_are_refused_by_name(values: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=text):
         read_megatron(changed("bert/tp1pp1", tmp_path, set_argument(**values)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_stacked_layers_are_read_like_numbered_ones(tmp_path: Path) -> None:
+    """The `torch_dist` layout, written by torch itself from a model in the layout `torch`."""
+    state = contents(rank_file("bert/tp1pp1"))
+    names = [name for name, tensor in state["model"].items() if tensor is not None]
+    stacks: dict[str, list[Tensor]] = {re.sub(r"layers\.\d+\.", "layers.", name): [] for name in names}
+    for name in names:
+        stacks[re.sub(r"layers\.\d+\.", "layers.", name)].append(state["model"][name])
+    tensors = {name: torch.stack(parts) if ".layers." in name else parts[0] for name, parts in stacks.items()}
+    writer = torch.distributed.checkpoint.FileSystemWriter(tmp_path)
+    torch.distributed.checkpoint.save(tensors, storage_writer=writer, no_dist=True)
+    torch.save({"args": state["args"], "iteration": 1}, tmp_path / "common.pt")
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    found, one = read_megatron(tmp_path), read_megatron(CHECKPOINTS / "bert/tp1pp1")
+    assert (found.config, found.bert) == (one.config, one.bert)
+    assert_same_tensors(found, one)
 
 
 # ---- the check at the end ----

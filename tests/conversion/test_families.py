@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from megatron.config.problems import UserError
 from megatron.config.transformer import TransformerConfig
@@ -48,8 +48,25 @@ FILES: dict[str, dict[str, Any]] = {
         "model_max_length": 40,
         "z_loss_weight": 0,
     },
+    "bert": {
+        "vocab_size": 61,
+        "max_position_embeddings": 40,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 52,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "hidden_dropout_prob": 0.2,
+        "attention_probs_dropout_prob": 0.3,
+        "type_vocab_size": 2,
+        "initializer_range": 0.01,
+        "position_embedding_type": "absolute",
+        "pooler_type": "first_token_transform",
+    },
 }
 THEIR_CLASSES = {
+    "bert": BertConfig,
     "gpt2": GPT2Config,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
@@ -198,6 +215,7 @@ def test_what_the_model_has_not_is_refused_by_name_and_value(
         {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"},
         {"architectures": ["LlamaForCausalLM", "GPT2LMHeadModel"]},
         {"architectures": 7},
+        {"architectures": ["BertForSequenceClassification"], "model_type": "bert"},
         {},
     ],
 )
