@@ -17,6 +17,7 @@ A document without tokens has no sequence: its entry repeats the one before it.
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import zlib
@@ -60,6 +61,8 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+# A read brings in the pages that it needs and, of those that are in the system's cache, the ones around it.
+_MAPPED_AROUND, _MAPPED_AT_MOST = 1 << 16, 1 << 28
 _SAMPLED_BLOCKS, _SAMPLED_BYTES = 16, 4096
 _VERIFIED_AT_ONCE = 1 << 20
 
@@ -92,7 +95,7 @@ class IndexedDataset:
         except OSError as error:
             raise IndexedDatasetError(f"{error.filename or self.prefix}: {error.strerror}") from error
 
-    def _open(self, mmap: bool) -> None:
+    def _open(self, mapped: bool) -> None:
         for path in (self._idx, self._bin):
             if not path.is_file():
                 raise IndexedDatasetError(
@@ -101,11 +104,15 @@ class IndexedDataset:
         self._read_index()
         self._check_sizes()
         self._map: TokenArray | None = None
+        self._mapping: mmap.mmap | None = None
+        self._mapped = 0  # bytes that reads have brought into the memory of this process
         self._file: IO[bytes] | None = None
-        if not mmap:
+        if not mapped:
             self._file = self._bin.open("rb", buffering=0)
         elif self._bin.stat().st_size > 0:
-            self._map = np.asarray(np.memmap(self._bin, dtype=self.dtype, mode="r"))
+            with self._bin.open("rb") as file:
+                self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._map = np.frombuffer(self._mapping, dtype=self.dtype)
         else:
             self._map = np.empty(0, dtype=self.dtype)
 
@@ -237,6 +244,7 @@ class IndexedDataset:
             )
         begin = int(self.pointers[index]) + offset * self.dtype.itemsize
         if self._map is not None:
+            self._count_mapped(length * self.dtype.itemsize)
             first = begin // self.dtype.itemsize
             tokens = self._map[first : first + length]
         else:
@@ -245,6 +253,17 @@ class IndexedDataset:
         if tokens.size != length:
             raise _damaged(self._bin, f"ends within sequence {index}, which {self._idx} places at byte {begin}")
         return tokens
+
+    def _count_mapped(self, size: int) -> None:
+        """Let go of what was read, once it is much: pages stay in the system's cache, and come back when needed.
+
+        Else the memory of a process would grow to that of the corpus, and that of all ranks to many times as much.
+        Several threads may count past each other: the number need not be exact.
+        """
+        self._mapped += size + _MAPPED_AROUND
+        if self._mapped > _MAPPED_AT_MOST and self._mapping is not None:
+            self._mapped = 0
+            self._mapping.madvise(mmap.MADV_DONTNEED)
 
     @cached_property
     def num_tokens(self) -> int:

@@ -287,3 +287,32 @@ def test_byte_offsets_are_64_bits_wide(tmp_path: Path) -> None:
         assert dataset[1].tolist() == [7, 8, 9]
         assert dataset.get(0, long - 2).tolist() == [0, 0]
         assert dataset.num_tokens == long + 3
+
+
+def test_what_was_read_of_a_mapped_file_does_not_stay_in_the_memory_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, limit = 64 * 2**20, 2**20
+    ids = np.arange(size // 2, dtype=np.uint32).astype(np.uint16).reshape(-1, 1024)
+    with IndexedDatasetWriter(tmp_path / "large", dtype=np.uint16) as writer:
+        for row in ids:
+            writer.add_item(row)
+        writer.end_document()
+    monkeypatch.setattr("megatron.data.indexed_dataset._MAPPED_AT_MOST", limit)
+    dataset = IndexedDataset(tmp_path / "large")
+    first = dataset.get(0)
+    for number in np.random.default_rng(0).permutation(len(ids)).tolist():
+        assert dataset.get(number)[0] == ids[number][0]
+    assert np.array_equal(first, ids[0]), "what was given stays readable"
+    assert resident_bytes(tmp_path / "large.bin") < size / 4
+
+
+def resident_bytes(path: Path) -> int:
+    """How much of a mapped file this process has in its memory."""
+    pages, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:  # the addresses of a mapping, and its file
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            pages += int(line.split()[1])
+    return 1024 * pages
