@@ -1,6 +1,7 @@
-// The only file that knows Python. Index builders: numpy arrays in, numpy arrays out. Kernels: the addresses of tensors,
-// with the names of their types. The interpreter lock is released while they work.
-// Sizes and ranges are checked by the Python file of each operator, which alone calls it.
+// The only file that knows Python. Index builders: numpy arrays in, and those of the caller to fill. Kernels: the
+// addresses of tensors, with the names of their types. The interpreter lock is released while they work.
+// Sizes and ranges are checked by the Python file of each operator, which alone calls it; those of arrays that an index
+// builder fills, here.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -392,9 +393,12 @@ PYBIND11_MODULE(_C, module) {
   define_sample_index<std::int64_t, std::int64_t>(module, "build_sample_index_int64");
   define_blend_index<double>(module, "build_blend_index", megatron::build_blend_index);
   define_blend_index<std::int64_t>(module, "build_exhaustive_blend_index",
-                                   [](const std::int64_t* sizes, std::int64_t num_datasets, std::int64_t,
+                                   [](const std::int64_t* sizes, std::int64_t num_datasets, std::int64_t size,
                                       const megatron::BlendPlan& plan, std::int16_t* dataset_index,
                                       std::int64_t* dataset_sample_index) {
+                                     if (std::accumulate(sizes, sizes + num_datasets, std::int64_t{0}) != size) {
+                                       throw std::invalid_argument("indices of another size");
+                                     }
                                      megatron::build_exhaustive_blend_index(sizes, num_datasets, plan, dataset_index,
                                                                             dataset_sample_index);
                                    });

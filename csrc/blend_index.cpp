@@ -180,15 +180,16 @@ void build_blend_index(const double* weights, std::int64_t num_datasets, std::in
   const auto numbers = static_cast<std::size_t>(num_datasets * kLanes);
   std::vector<double> starts(static_cast<std::size_t>(in_groups) * numbers);
   std::vector<double> ends(starts.size());
+  std::vector<double> guesses(static_cast<std::size_t>(in_groups * num_datasets));  // of one lane of each group
   for_each_part(in_groups, 1, plan.threads, [&](std::int64_t begin, std::int64_t end) {
-    std::vector<double> drawn(static_cast<std::size_t>(num_datasets));
     for (std::int64_t number = begin; number < end; ++number) {
+      double* guessed = guesses.data() + number * num_datasets;
       const auto place = static_cast<std::size_t>(number) * numbers;
       const Group group{run_up + number * kLanes * chunk, chunk, run_up, ends.data() + place, starts.data() + place};
       for (std::int64_t lane = 0; lane < kLanes; ++lane) {
-        guess(blend, group.first + lane * chunk - run_up, drawn.data());
+        guess(blend, group.first + lane * chunk - run_up, guessed);
         for (std::int64_t dataset = 0; dataset < num_datasets; ++dataset) {
-          group.drawn[dataset * kLanes + lane] = drawn[static_cast<std::size_t>(dataset)];
+          group.drawn[dataset * kLanes + lane] = guessed[dataset];
         }
       }
       walk(blend, group);
@@ -225,7 +226,7 @@ void build_exhaustive_blend_index(const std::int64_t* sizes, std::int64_t num_da
   for (std::int64_t dataset = 0; dataset < num_datasets; ++dataset) {
     weights[static_cast<std::size_t>(dataset)] = static_cast<double>(sizes[dataset]) / static_cast<double>(size);
   }
-  // Nothing is left out before the first dataset is spent, which is near the end.
+  // Until the first dataset is spent nothing is left out. After it one sample is drawn at a time.
   build_blend_index(weights.data(), num_datasets, size, plan, dataset_index, dataset_sample_index);
   std::int64_t sample = 0;
   while (sample < size && dataset_sample_index[sample] + 1 < sizes[dataset_index[sample]]) ++sample;

@@ -9,7 +9,7 @@ namespace megatron {
 
 // Calls body(begin, end) for consecutive parts of [0, size), one a thread. Parts begin at multiples of `grain` and no
 // thread is woken for less. Without OpenMP, or for one thread, all is done in the calling one: a process that was forked
-// from one with threads may then call it.
+// from one with threads may then call it. The body must not throw: what leaves a thread ends the program.
 template <typename Body>
 void for_each_part(std::int64_t size, std::int64_t grain, std::int64_t threads, const Body& body) {
   const std::int64_t grains = (size + grain - 1) / grain;
