@@ -31,7 +31,7 @@ from megatron.conversion.portable import (
     refuse_differences,
 )
 from megatron.conversion.settings import HuggingFaceConfig
-from megatron.conversion.tokenizer_files import GENERATION, files_in
+from megatron.conversion.tokenizer_files import GENERATION, SETTINGS, files_in
 from megatron.conversion.transforms import Match, joined, match_of, split, their_shapes
 from megatron.conversion.whole_folder import copy_file, read_json, whole_folder, write_json
 from megatron.core.shard import Shard
@@ -291,6 +291,8 @@ def write_hugging_face(model: PortableModel, folder: Path, *, family_name: str |
             write_json(inside / GENERATION, model.generation)
         for name, path in model.tokenizer_files.items():
             copy_file(path, inside / name)
+        if model.tokenizer_settings:
+            write_json(inside / SETTINGS, model.tokenizer_settings)
 
 
 def _family(config: HuggingFaceConfig, name: str | None) -> Family:

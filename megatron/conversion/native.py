@@ -35,7 +35,7 @@ from megatron.conversion.portable import (
     global_shapes,
     refuse_differences,
 )
-from megatron.conversion.tokenizer_files import GENERATION, generation_of, tokenizer_config
+from megatron.conversion.tokenizer_files import GENERATION, generation_of, settings_of, tokenizer_config
 from megatron.conversion.whole_folder import copy_file, whole_folder, write_json
 from megatron.core.comm_group import CommGroup
 from megatron.model.language_model import WORD_EMBEDDINGS
@@ -87,6 +87,7 @@ def read_native(folder: Path, step: int | None = None) -> PortableModel:
         seq_length=config.data.seq_length,
         tensors=tensors,
         tokenizer_files=files_of(tokenizer),
+        tokenizer_settings=settings_of(tokenizer),
         generation=generation_of(tokenizer, folder / TOKENIZER_FOLDER),
     )
 

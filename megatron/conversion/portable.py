@@ -74,6 +74,7 @@ class PortableModel:
         tensors: by the key of a native checkpoint: weights as `model.<name>`, with a training state also its moments as
             `optimizer.<kind>.<name>`. Shapes are global, without rows that were added as padding.
         tokenizer_files: files that make its tokenizer, by the names that Hugging Face has for them.
+        tokenizer_settings: what `tokenizer_config.json` must say of them, where it is not there itself.
         generation: what `generation_config.json` of Hugging Face says: the ids that begin and end a text, for one.
         training: of a model whose training can go on.
         notes: what its user should know of how it was read, a line each.
@@ -85,6 +86,7 @@ class PortableModel:
     seq_length: int
     tensors: Mapping[str, LazyTensor]
     tokenizer_files: Mapping[str, Path] = field(default_factory=dict)
+    tokenizer_settings: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
     training: TrainingState | None = field(default=None)
     notes: tuple[str, ...] = field(default=())

@@ -16,7 +16,9 @@ from megatron.tokenizer.kept_files import BESIDE, files_of
 GENERATION = "generation_config.json"
 
 _VOCABULARY, _MERGES, _SENTENCEPIECE, _TOKENIZERS = "vocab.json", "merges.txt", "tokenizer.model", "tokenizer.json"
-_WORDPIECE, _SETTINGS = "vocab.txt", "tokenizer_config.json"
+_WORDPIECE, SETTINGS = "vocab.txt", "tokenizer_config.json"
+# Whether a vocabulary of words is of small letters alone, by the kind of tokenizer.
+_LOWER_CASE: Mapping[TokenizerType, bool] = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}
 
 
 def files_in(folder: Path) -> dict[str, Path]:
@@ -34,6 +36,13 @@ def generation_of(config: TokenizerConfig, folder: Path) -> dict[str, Any]:
         return {"eos_token_id": build_tokenizer(config).eod}
     except UserError:  # its files lie elsewhere now
         return {}
+
+
+def settings_of(config: TokenizerConfig) -> dict[str, Any]:
+    """What `tokenizer_config.json` must say of a tokenizer whose files do not tell all of it, where there is none."""
+    if config.tokenizer_type not in _LOWER_CASE or SETTINGS in files_of(config):
+        return {}
+    return {"tokenizer_class": "BertTokenizer", "do_lower_case": _LOWER_CASE[config.tokenizer_type]}
 
 
 def tokenizer_config(files: Mapping[str, Path], folder: Path, rows: int) -> TokenizerConfig:
@@ -57,7 +66,7 @@ def tokenizer_config(files: Mapping[str, Path], folder: Path, rows: int) -> Toke
 
 def _lower_case(files: Mapping[str, Path]) -> bool:
     """Whether a vocabulary of words is of small letters alone, as Hugging Face's tokenizer takes it."""
-    settings = read_json(files[_SETTINGS]) if _SETTINGS in files else {}
+    settings = read_json(files[SETTINGS]) if SETTINGS in files else {}
     return bool(settings.get("do_lower_case", True))
 
 
@@ -78,6 +87,6 @@ def _possible(files: Mapping[str, Path], lower_case: bool) -> list[TokenizerConf
         vocabulary, merges = str(files[_VOCABULARY]), str(files[_MERGES])
         found.append(TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges))
     if _WORDPIECE in files:
-        kind: TokenizerType = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
+        (kind,) = (kind for kind, lower in _LOWER_CASE.items() if lower == lower_case)
         found.append(TokenizerConfig(tokenizer_type=kind, vocab_file=str(files[_WORDPIECE])))
     return found

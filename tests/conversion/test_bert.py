@@ -8,18 +8,19 @@ from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, BertForPreTraining
+from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer, BertForPreTraining
 
 from megatron.config import parse_arguments
 from megatron.config.bert import BertConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.problems import UserError
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.conversion.families import family_of_file
 from megatron.conversion.hugging_face import read_hugging_face, write_hugging_face
 from megatron.conversion.megatron_lm.reader import read_megatron
@@ -27,6 +28,7 @@ from megatron.conversion.megatron_lm.writer import write_megatron
 from megatron.conversion.native import read_native, write_native
 from megatron.conversion.portable import ConversionError, PortableModel, build_chunk
 from megatron.conversion.self_check import SAME_WEIGHTS, Side, compare, fixed_tokens, layerwise_logits, logits_of
+from megatron.conversion.tokenizer_files import settings_of
 from megatron.model.init import initialize_weights
 from megatron.training.wanted_checkpoint import saved_config
 from tests.conversion.bert_models import batch, computed, our_bert, saved_bert, their_bert
@@ -250,6 +252,21 @@ def test_a_vocabulary_of_words_goes_along(tmp_path: Path) -> None:
     for name in ("vocab.txt", "tokenizer_config.json"):
         assert (tmp_path / "ours" / name).read_bytes() == (theirs / name).read_bytes()
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["pad_token_id"] == 0
+
+
+@pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
+def test_a_vocabulary_alone_is_written_with_what_it_is_used_as(kind: str, tmp_path: Path) -> None:
+    """As a training keeps it, whose flag says whether it is of small letters alone."""
+    (tmp_path / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n")
+    config = TokenizerConfig(tokenizer_type=cast(Any, kind), vocab_file=str(tmp_path / "vocab.txt"))
+    model = post_norm(binary_head=True)
+    settings = settings_of(config)
+    files = {"vocab.txt": tmp_path / "vocab.txt"}
+    write_hugging_face(replace(model, tokenizer_files=files, tokenizer_settings=settings), tmp_path / "ours")
+    lower_case = AutoTokenizer.from_pretrained(tmp_path / "ours").tokenize("a B") == ["a", "b"]
+    assert lower_case == (kind == "BertWordPieceLowerCase")
+    assert write_native(read_hugging_face(tmp_path / "ours"), tmp_path / "native").tokenizer.tokenizer_type == kind
+    assert read_native(tmp_path / "native").tokenizer_settings == {}  # its file goes along now
 
 
 # ---- checkpoints of Megatron-LM ----
