@@ -113,3 +113,15 @@ def test_preprocessing_is_measured_beside_a_loop_that_writes_the_same_files(tmp_
     result = json.loads((tmp_path / "result.json").read_text())["results"]["preprocessing"]
     assert list(result["seconds"]) == list(result["cpu"]) == ["preprocess_data.py, 2 workers", "tokenizers, 2 threads"]
     assert "| ratio |" in table
+
+
+@pytest.mark.full
+def test_indices_and_reading_are_measured_each_in_a_process_of_its_own(tmp_path: Path) -> None:
+    words = ["--parts", "indices", "reading", "--documents", "100000", "--samples", "100000", "--turns", "1"]
+    words += ["--corpus-megabytes", "20", "--json", str(tmp_path / "result.json")]
+    command = [sys.executable, str(BENCHMARKS / "data.py"), *words]
+    table = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+    results = json.loads((tmp_path / "result.json").read_text())["results"]
+    assert list(results) == ["indices", "reading"]
+    assert all(len(turns) == 1 and turns[0]["s"] > 0 for part in results.values() for turns in part.values())
+    assert "| million tokens/s |" in table

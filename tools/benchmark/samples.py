@@ -1,0 +1,183 @@
+"""What `data.py` measures of samples: building their indices, and reading them.
+
+Each measurement runs in a process of its own, whose memory is then that of the measurement.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron.config.data import DataConfig
+from megatron.data.batches import GPTCollator
+from megatron.data.build import build_gpt_datasets
+from megatron.data.index_builder import (
+    build_blend_index,
+    build_document_index,
+    build_sample_index,
+    build_shuffle_index,
+    plan_epochs,
+)
+from megatron.data.indexed_dataset import IndexedDatasetWriter
+from megatron.data.loader import MicrobatchLoader
+from megatron.data.sample_dataset import SampleDataset, TokenArray
+from megatron.data.samplers import SequentialOrder
+
+SEQ_LENGTH = 2048
+MICRO_BATCH = 8
+Numbers = dict[str, float]
+
+
+def in_own_process(measure: Callable[[], Numbers]) -> Numbers:
+    """What it returns, and by how many MB the memory of the process has grown at most."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_with_memory, measure).result()
+
+
+def _with_memory(measure: Callable[[], Numbers]) -> Numbers:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    numbers = measure()
+    return numbers | {"memory MB": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3}
+
+
+def walk(documents: int, tokens: int) -> Numbers:
+    """Seconds of the index of an epoch of documents, 5 billion tokens of 10 million, and of numpy's shuffles in it."""
+    lengths = np.random.default_rng(0).integers(1, 2 * tokens // documents, documents, dtype=np.int32)
+    total = int(lengths.sum(dtype=np.int64))
+    plan = plan_epochs(tokens_per_epoch=total, sequence_length=SEQ_LENGTH, requested=None)
+    orders = np.arange(documents, dtype=np.int32), np.arange(plan.num_samples, dtype=np.uint32)
+    random = np.random.RandomState(1234)
+
+    def shuffle() -> None:
+        for order in orders:
+            random.shuffle(order)
+
+    alone = _timed(shuffle)
+    random = np.random.RandomState(1234)
+
+    def build() -> None:
+        order = build_document_index(np.arange(documents, dtype=np.int32), plan, random)
+        build_sample_index(lengths, order, sequence_length=SEQ_LENGTH, num_samples=plan.num_samples, total_tokens=total)
+        build_shuffle_index(plan, random)
+
+    return _timed(build) | {"numpy's shuffles s": alone["s"]}
+
+
+def blend(samples: int, corpora: int) -> Numbers:
+    """Seconds of the order of a blend with uneven weights."""
+    weights = np.arange(1, corpora + 1) / (corpora * (corpora + 1) / 2)
+    return _timed(lambda: build_blend_index(weights.tolist(), samples))
+
+
+def _timed(run: Callable[[], object]) -> Numbers:
+    start, cpu_start = time.perf_counter(), time.process_time()
+    run()
+    return {"s": time.perf_counter() - start, "processor s": time.process_time() - cpu_start}
+
+
+def write_corpus(prefix: Path, megabytes: float) -> None:
+    """Documents of 1 to 2,000 tokens, on the disk and in no cache."""
+    random = np.random.default_rng(0)
+    ids = random.integers(1, 50_000, 2**20, dtype=np.uint16)
+    with IndexedDatasetWriter(prefix, dtype=np.uint16) as writer:
+        for length in random.integers(1, 2000, int(megabytes * 1e6 / 2000)).tolist():
+            start = int(random.integers(0, ids.size - length))
+            writer.add_item(ids[start : start + length])
+            writer.end_document()
+    forget(prefix)
+
+
+def forget(prefix: Path) -> None:
+    """Have the system drop what it keeps of the ids in memory."""
+    with Path(f"{prefix}.bin").open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def samples_of(prefix: Path, cache: Path) -> SampleDataset[TokenArray]:
+    data = DataConfig(data_path=(str(prefix),), split="1", seq_length=SEQ_LENGTH, data_cache_path=str(cache))
+    train, _, _ = build_gpt_datasets(data, num_samples=(None, 0, 0), seed=1234, vocab_size=50_000, eod=0)
+    assert train is not None
+    return train
+
+
+def read(prefix: Path, cache: Path, seconds: float) -> Numbers:
+    """Tokens that one worker reads in a second from a mapped file that is in no cache, and what its memory becomes."""
+    dataset, collate = samples_of(prefix, cache), GPTCollator(seq_length=SEQ_LENGTH, eod=0)
+    own = [_own_megabytes()]
+    start, cpu_start, position = time.perf_counter(), time.process_time(), 0
+    while time.perf_counter() - start < seconds:
+        numbers = range(position, position + MICRO_BATCH)
+        collate([dataset[number % len(dataset)] for number in numbers], numbers)
+        position += MICRO_BATCH
+        if position == 64 * MICRO_BATCH:
+            own = [_own_megabytes()]
+    passed, tokens = time.perf_counter() - start, position * SEQ_LENGTH
+    return {
+        "s": passed,
+        "processor s": time.process_time() - cpu_start,
+        "million tokens/s": tokens / passed / 1e6,
+        "million tokens/processor s": tokens / (time.process_time() - cpu_start) / 1e6,
+        "MB of the file": Path(f"{prefix}.bin").stat().st_size / 1e6,
+        "own memory grew by MB": _own_megabytes() - own[0],
+        "share of what was read": min(1.0, position / len(dataset)),
+    }
+
+
+def _own_megabytes() -> float:
+    """Memory of this process that is no file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) / 1e3
+
+
+def train(prefix: Path, cache: Path, steps: int) -> Numbers:
+    """How long steps of one thread wait for a loader of two workers: a product in the place of a model."""
+    torch.set_num_threads(1)
+    dataset = samples_of(prefix, cache)
+    weight = torch.randn(1024, 1024)
+    waited = 0.0
+    with MicrobatchLoader(
+        dataset,
+        order=SequentialOrder(len(dataset), wrap=True),
+        collate=GPTCollator(seq_length=SEQ_LENGTH, eod=0),
+        micro_batch_size=MICRO_BATCH,
+        dp_rank=0,
+        dp_size=1,
+        num_workers=2,
+    ) as loader:
+        start = time.perf_counter()
+        for step in range(steps):
+            before = time.perf_counter()
+            (batch,) = loader.microbatches(step * MICRO_BATCH, 1)
+            waited += (time.perf_counter() - before) * (step > 0)  # of the first nothing could be read ahead
+            hidden = weight[batch.tokens % 1024].flatten(0, 1)  # [b s, h]
+            for _ in range(2):
+                hidden = hidden @ weight
+        passed = time.perf_counter() - start
+    return {"s": passed, "of it waiting": waited, "ms a step": 1e3 * passed / steps, "ms waiting": 1e3 * waited / steps}
+
+
+def index_measurements(documents: int, samples: int) -> dict[str, Callable[[], Numbers]]:
+    return {
+        f"index of {documents:,} documents, {500 * documents:,} tokens": partial(walk, documents, 500 * documents),
+        f"blend of {samples:,} samples over 8 corpora": partial(blend, samples, 8),
+    }
+
+
+def reading_measurements(folder: Path, seconds: float) -> dict[str, Callable[[], Numbers]]:
+    """On the corpus `folder/read`, of `write_corpus`."""
+    prefix, cache = folder / "read", folder / "cache"
+    return {
+        "random samples of one worker": partial(read, prefix, cache, seconds),
+        "a loader of two workers beside a step": partial(train, prefix, cache, 20),
+    }
