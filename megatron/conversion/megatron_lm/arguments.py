@@ -212,10 +212,7 @@ def write_arguments(
     """
     config = model.config
     if config.layernorm_placement == "post":
-        raise ConversionError(
-            "--layernorm-placement post: Megatron-LM has norms before attention and MLP only; Hugging Face's BERT has "
-            "them where they were published"
-        )
+        raise ConversionError("--layernorm-placement post: Megatron-LM has norms before attention and MLP only")
     if config.apply_residual_connection_post_layernorm:
         raise ConversionError(_RESIDUAL_IN_CORE)
     if config.position_embedding_type == "alibi":
