@@ -22,6 +22,7 @@ class StagingBuffer:
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
 
     def reserve(self, share: Share[PendingSlice]) -> None:
         """Have room for a share; pinned where it is copied from a GPU."""
@@ -41,8 +42,21 @@ class StagingBuffer:
         return lambda: self._copy(share, moment)
 
     def _copy(self, share: Share[PendingSlice], moment: torch.cuda.Event | None) -> Share[PendingSlice]:
-        with _following(moment):
+        with self._following(moment):
             return Share(tensors=share.tensors, pending=self._copied(share))
+
+    @contextmanager
+    def _following(self, moment: torch.cuda.Event | None) -> Iterator[None]:
+        """Have copies from a GPU, each of which its caller waits for, begin after a moment, beside all later work."""
+        if moment is None:
+            yield
+            return
+        if self._stream is None:
+            # One for all saves: what the allocator has reserved for the work of a stream serves no other one.
+            self._stream = torch.cuda.Stream(moment.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_event(moment)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _copied(self, share: Share[PendingSlice]) -> list[PendingSlice]:
         staged: list[PendingSlice] = []
@@ -74,18 +88,6 @@ def _moment(share: Share[PendingSlice]) -> torch.cuda.Event | None:
     (device,) = devices
     moment: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
     return moment
-
-
-@contextmanager
-def _following(moment: torch.cuda.Event | None) -> Iterator[None]:
-    """Have copies from a GPU, each of which its caller waits for, begin after a moment and beside all later work."""
-    if moment is None:
-        yield
-        return
-    stream = torch.cuda.Stream(moment.device)  # type: ignore[no-untyped-call]
-    stream.wait_event(moment)
-    with torch.cuda.stream(stream):
-        yield
 
 
 def _room(size: int) -> int:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, call, patch
 
 import pytest
 import torch
@@ -300,6 +300,23 @@ def test_a_bug_of_the_thread_is_raised_as_what_it_is(tmp_path: Path) -> None:
         saver.start(tmp_path, 1, kinds(), {})
         with pytest.raises(ZeroDivisionError):
             saver.finish()
+
+
+def test_all_saves_from_a_gpu_are_copied_on_one_stream() -> None:
+    """The allocator reserves memory for each stream of its own."""
+    share = share_of(everything(1.5), CommGroup.single("replicas"))
+    buffer = staging.StagingBuffer()
+    with (
+        patch.object(staging, "_moment", Mock()) as moment,
+        patch.object(torch.cuda, "Stream") as new_stream,
+        patch.object(torch.cuda, "stream") as on_stream,
+    ):
+        for _ in range(3):
+            buffer.snapshot(share)()
+    new_stream.assert_called_once_with(moment.return_value.device)
+    stream = new_stream.return_value
+    assert on_stream.call_args_list == [call(stream)] * 3
+    assert stream.wait_event.call_args_list == [call(moment.return_value)] * 3
 
 
 def test_what_lies_together_is_copied_at_once_and_all_of_it_is_aligned() -> None:
