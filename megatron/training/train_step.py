@@ -49,7 +49,7 @@ class Begun:
     @property
     def has_all_terms(self) -> bool:
         """Whether each loss term has a token. The host waits for it, and for all that it has queued on a GPU."""
-        return all(float(count) > 0 for count in self.counts.values())
+        return not self.counts or bool((torch.stack(list(self.counts.values())) > 0).all())
 
 
 def train_step(run: Run) -> StepReport:
@@ -204,16 +204,14 @@ def _divisors(run: Run, microbatches: Sequence[Microbatch], counts: Mapping[str,
 def mean_losses(sums: Mapping[str, Tensor], counts: Mapping[str, Tensor], data: CommGroup) -> dict[str, float]:
     """Sum over the tokens of the global batch by their number; without a term that has none.
 
-    Empty where the sums are not known.
+    Empty where the sums are not known. The host waits once for all terms.
     """
     if not sums:
         return {}
     device = next(iter(counts.values())).device
     totals = _sum_over(sums, data, device)
-    means = {name: totals[name] / count for name, count in counts.items() if float(count) > 0}
-    if not means:
-        return {}
-    return dict(zip(means, torch.stack(list(means.values())).tolist()))
+    known = torch.stack([torch.stack([totals[name], count]) for name, count in counts.items()]).tolist()
+    return {name: total / count for name, (total, count) in zip(counts, known) if count > 0}
 
 
 def evaluate(run: Run, loader: Loader, split: str, iterations: int, consumed: int) -> dict[str, float] | None:

@@ -27,7 +27,7 @@ from megatron.model.init import initialize_weights
 from megatron.training.pretrain import train
 from megatron.training.run import Loader, Loaders, Run
 from megatron.training.setup import build_vocabulary
-from megatron.training.train_step import global_counts, train_step
+from megatron.training.train_step import Begun, global_counts, mean_losses, train_step
 from pretrain_gpt import forward_step
 from tests.helpers.distributed import run_distributed
 from tests.helpers.numerics import PARITY_FP64, assert_bitwise, assert_parity
@@ -181,6 +181,24 @@ def counts_of_two_terms(rank: int, world_size: int) -> tuple[dict[str, float], i
     dist.all_reduce = lambda *arguments, **keywords: collectives.append(original(*arguments, **keywords))
     counts = global_counts([TwoTerms(rank)] * 3, data, torch.device("cpu"))
     return {name: float(count) for name, count in counts.items()}, len(collectives)
+
+
+def test_the_host_waits_once_for_all_the_losses_and_once_to_know_whether_all_have_tokens() -> None:
+    counts = {name: torch.tensor(count, dtype=torch.float64) for name, count in (("a", 3), ("b", 0), ("c", 7))}
+    sums = {name: torch.tensor(6.0) for name in "cba"}
+    rest = dict.fromkeys(("start", "batch", "microbatches", "divisors", "learning_rate", "weight_decay", "loss_scale"))
+    begun = Begun(counts=counts, **rest)  # type: ignore[arg-type]
+    with HostReads() as reads:
+        losses = mean_losses(sums, counts, CommGroup.single("data"))
+    assert losses == {"a": 2.0, "c": 6 / 7}
+    assert reads.number == 0, "a list is read at once"
+    with HostReads() as reads:
+        assert not begun.has_all_terms
+    assert reads.number == 1
+    counts["b"] += 1
+    with HostReads() as reads:
+        assert begun.has_all_terms
+    assert reads.number == 1
 
 
 def test_the_counts_of_all_terms_take_one_collective_whatever_their_order() -> None:
