@@ -54,7 +54,7 @@ def bert_datasets(context: MegatronContext, vocabulary: Vocabulary, counts: Samp
         train=train,
         valid=valid,
         test=test,
-        sources=token_sources(train, valid, test),
+        sources=token_sources(train),
         collate=BertCollator(seq_length=data.seq_length, pad=tokens.pad, pairs=bert.binary_head),
     )
 

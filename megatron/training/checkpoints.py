@@ -30,7 +30,7 @@ def kept_of(run: Run) -> tuple[list[NamedTensor], dict[str, Any]]:
         "config": config.to_dict(),
         "progress": run.progress.state_dict(),
         "scheduler": run.scheduler.state_dict(),
-        "data": [
+        "training_data": [
             {"prefix": source.prefix, "fingerprint": source.fingerprint, "content": source.content}
             for source in run.loaders.sources
         ],
@@ -128,13 +128,15 @@ def _source_of(entry: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _check_data(run: Run, checkpoint: Checkpoint) -> None:
-    """Refuse data that has been replaced: the position in it would mean other samples. A folder that moved is no
-    other data, so fingerprints and contents are compared, and prefixes not."""
-    if "data" not in checkpoint.metadata:
+    """Refuse training data that has been replaced: the position in it would mean other samples. A folder that moved is
+    no other data, so fingerprints and contents are compared, and prefixes not."""
+    present = [(source.prefix, source.fingerprint, source.content) for source in run.loaders.sources]
+    # Older versions list what is only evaluated on, too, behind what was trained on.
+    key, most = ("training_data", None) if "training_data" in checkpoint.metadata else ("data", len(present))
+    if key not in checkpoint.metadata:
         run.say(f"  {checkpoint.folder} does not say what its data was: that this is the same is not checked")
         return
-    saved = _take(checkpoint, "data", lambda data: [_source_of(each) for each in data])
-    present = [(source.prefix, source.fingerprint, source.content) for source in run.loaders.sources]
+    saved = _take(checkpoint, key, lambda data: [_source_of(each) for each in data])[:most]
     nothing = ("nothing", "nothing", "nothing")
     lines = [
         f"  {now[0] if now is not nothing else was[0]}: {was[1]}, {was[2]} in the checkpoint, {now[1]}, {now[2]} here"

@@ -43,7 +43,8 @@ class Datasets:
             `--skip-train` no training data is read. Several validation sets have names.
         collate: (samples, their positions in the order of the run) -> a micro-batch.
         blank: a sample that no loss is on, which fills up the last batch of `--full-validation`; None where none is.
-        sources: what the samples are cut from. A checkpoint keeps their fingerprints, and is not resumed with others.
+        sources: what the training samples are cut from. A checkpoint keeps their fingerprints, and is not resumed with
+            others.
     """
 
     train: SampleDataset[Any] | None

@@ -62,7 +62,7 @@ def gpt_datasets(context: MegatronContext, vocabulary: Vocabulary, counts: Sampl
         if isinstance(valid, Mapping)
         else moved(valid, "valid"),
         test=moved(test, "test"),
-        sources=token_sources(train, valid, test),
+        sources=token_sources(train),
         blank=np.empty(0, dtype=np.int64),
         collate=GPTCollator(
             seq_length=data.seq_length,

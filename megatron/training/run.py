@@ -68,7 +68,7 @@ class Loaders:
     """Of the three splits; none where there is no data or nothing asks for it, as for training with `--skip-train`.
 
     Attributes:
-        sources: what the samples are cut from.
+        sources: what the training samples are cut from.
     """
 
     train: Loader | None

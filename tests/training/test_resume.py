@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,10 @@ from megatron.checkpointing.index import DTYPE_NAMES
 from megatron.core.comm_group import CommGroup
 from megatron.training import checkpoints
 from megatron.training.checkpoints import open_checkpoint
-from megatron.training.pretrain import train
+from megatron.training.gpt import gpt_datasets, gpt_model
+from megatron.training.pretrain import build_run, train
+from megatron.training.run import Run
+from pretrain_gpt import forward_step
 from tests.data.corpora import numbered_corpus
 from tests.helpers.distributed import run_distributed
 from tests.helpers.launch import Launched, launch_tiny, pretrain_tiny, rows_of
@@ -527,6 +531,41 @@ def test_data_that_was_replaced_under_its_name_is_refused(tmp_path: Path) -> Non
     moved = corpus(tmp_path / "moved", [9] * 100)
     again, _ = build(*moved, *arguments)
     assert again.progress == run.progress
+
+
+def test_a_training_goes_on_with_other_validation_data(tmp_path: Path) -> None:
+    """It is not what the model was trained with, and no position in the training depends on it."""
+
+    def run_on(train: str, valid: tuple[str, ...], *arguments: str) -> Run:
+        config = tiny_config("--eval-iters", "1", "--vocab-size", "2000", *arguments)
+        data = replace(config.data, data_path=(), split=None, train_data_path=(train,), valid_data_path=valid)
+        context = context_of_rank(replace(config, data=data), 0, 1)
+        return build_run(context, gpt_datasets, gpt_model, forward_step)
+
+    a, b, c = (str(numbered_corpus(tmp_path / name, [9] * length)) for name, length in zip("abc", (100, 50, 60)))
+    train(run_on(a, (b,), "--save", str(tmp_path / "saved"), "--exit-interval", "2"))
+    load = ("--load", str(tmp_path / "saved"))
+    for other in ((), (c,), (b, c)):
+        assert run_on(a, other, *load).progress.iteration == 2
+    numbered_corpus(tmp_path / "a", [9] * 99)
+    with pytest.raises(CheckpointError, match="data that is not what it was trained with"):
+        run_on(a, (b,), *load)
+
+
+def test_a_checkpoint_that_lists_the_data_of_all_splits_is_compared_in_that_of_the_training() -> None:
+    """As older versions list it: what was trained on first."""
+
+    def check(*sources: str) -> None:
+        present = [SimpleNamespace(prefix=name, fingerprint=f"of {name}", content=name) for name in sources]
+        run = SimpleNamespace(loaders=SimpleNamespace(sources=present))
+        checkpoints._check_data(run, saved)  # type: ignore[arg-type]
+
+    listed = [{"prefix": name, "fingerprint": f"of {name}", "content": name} for name in ("learnt", "held-out")]
+    saved: Any = SimpleNamespace(folder="saved", metadata={"data": listed})
+    check("learnt")
+    for others in (["held-out"], ["learnt", "held-out", "more"]):
+        with pytest.raises(CheckpointError, match="data that is not what it was trained with"):
+            check(*others)
 
 
 def test_another_schedule_is_refused_until_it_is_said_which_one_counts(
