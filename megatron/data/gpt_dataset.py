@@ -7,15 +7,12 @@ between them (last label of one, first input of the next), and only the tail of 
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.config.problems import UserError
 from megatron.data.index_builder import (
     Allocate,
-    EpochPlan,
     IntArray,
     build_document_index,
     build_sample_index,
@@ -120,7 +117,7 @@ def build_gpt_index(
         keep_last: keep the last sample of the split though it is short.
 
     Raises:
-        UserError: they are more than an index in memory can place.
+        UserError: the index can not be kept, see `IndexCache`.
         ValueError: the split has no token.
     """
 
@@ -135,7 +132,6 @@ def build_gpt_index(
             extra_tokens=extra_tokens,
             keep_last=keep_last,
         )
-        _check_memory(plan, len(documents))
         if plan.num_samples >= _SAMPLES_OF_SECONDS:
             logger.info("building an index of %s samples for %s", f"{plan.num_samples:,}", split.value)
         random = np.random.RandomState(seed)
@@ -164,15 +160,3 @@ def build_gpt_index(
     }
     arrays = cache.get(f"GPTDataset-{split.value}", description, build)
     return GPTIndex(document=arrays["document_index"], sample=arrays["sample_index"], shuffle=arrays["shuffle_index"])
-
-
-def _check_memory(plan: EpochPlan, documents: int) -> None:
-    """Refuses an index that this machine cannot hold while it is built, at 12 bytes a sample and 4 a document read."""
-    needed = 12 * plan.num_samples + 4 * documents * plan.num_epochs
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        raise UserError(
-            f"the index of {plan.num_samples:,} samples takes {needed / 2**30:,.0f} GiB, and this machine has "
-            f"{memory / 2**30:,.0f} GiB of memory; --train-iters or --train-samples (for validation, --eval-iters) say "
-            "how many there are"
-        )

@@ -19,10 +19,13 @@ or that has none, costs time and nothing else. It ends with the process that hol
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
+import math
 import os
+import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +48,15 @@ Build = Callable[[Allocate], None]
 
 _POLL_SECONDS = (0.02, 0.5)  # the first and the longest pause: thousands of ranks may poll one file system
 _REPORT_SECONDS = 5.0
+_NO_DESCRIPTOR_LEFT = {errno.EMFILE, errno.ENFILE}
+
+
+class _BuildError(Exception):
+    """Carries an error of a build itself, such as a corpus that can not be read, past those of the cache's files."""
+
+    def __init__(self, reason: OSError) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def user_cache_folder() -> Path:
@@ -74,10 +86,27 @@ class IndexCache:
             build: fills the arrays, which are those of the files; called in one process a file system.
 
         Raises:
-            UserError: the folder that was asked for can not be written.
+            UserError: the folder that was asked for can not be written, an index that stays in memory is larger than
+                it, or no more files may be open.
+            OSError: of the build.
         """
         text = json.dumps({"kind": kind, **description}, indent=1, sort_keys=True)
         name = f"{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}-{kind}"
+        try:
+            return self._get(name, text, build)
+        except _BuildError as error:
+            reason = error.reason
+        except OSError as error:
+            reason = error
+        if reason.errno in _NO_DESCRIPTOR_LEFT:
+            raise UserError(
+                f"index {name}: {reason.strerror}; a dataset keeps about ten open, so a blend of many needs a higher "
+                "limit: `ulimit -n` shows it, and raises it up to `ulimit -Hn`"
+            ) from reason
+        raise reason
+
+    def _get(self, name: str, text: str, build: Build) -> Arrays:
+        """Raises OSError: no more files may be open, or a build in memory has failed with it."""
         for folder in self._folders:
             found = _load(folder, name)
             if found is not None:
@@ -86,10 +115,12 @@ class IndexCache:
             try:
                 return _build_once(folder, name, text, build)
             except OSError as error:
+                if error.errno in _NO_DESCRIPTOR_LEFT:
+                    raise
                 if self._required:
                     raise UserError(
                         f"--data-cache-path {folder}: the index {name} is not there and can not be written "
-                        f"({error}); give a folder that can be written"
+                        f"({error}); give a folder that can be written and has room for it"
                     ) from error
                 logger.warning("index cache %s can not be written (%s)", folder, error)
         logger.log(
@@ -99,13 +130,22 @@ class IndexCache:
             name,
             extra={"kept": False},
         )
-        return _built_in_memory(build)
+        return _built_in_memory(name, build)
 
 
-def _built_in_memory(build: Build) -> Arrays:
+def _built_in_memory(entry: str, build: Build) -> Arrays:
+    """Raises UserError: the arrays take more than the memory of this machine."""
     arrays: dict[str, npt.NDArray[Any]] = {}
 
     def allocate(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        needed = sum(array.nbytes for array in arrays.values()) + _bytes_of(shape, dtype)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > memory:
+            raise UserError(
+                f"index {entry} takes {needed / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f} GiB of "
+                "memory; --data-cache-path names a folder for it, and --train-iters or --train-samples (for "
+                "validation, --eval-iters) say how many samples there are"
+            )
         arrays[name] = in_memory(name, shape, dtype)
         return arrays[name]
 
@@ -113,11 +153,16 @@ def _built_in_memory(build: Build) -> Arrays:
     return arrays
 
 
+def _bytes_of(shape: tuple[int, ...], dtype: npt.DTypeLike) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
 def _build_once(folder: Path, name: str, description: str, build: Build) -> Arrays:
     """Take the entry's lock and build it, or wait for the process that does.
 
     Raises:
         OSError: the folder can not be written.
+        _BuildError: the build has failed with an error that is not of the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.lock"
@@ -171,15 +216,26 @@ class _Waiting:
 def _store(folder: Path, entry: str, description: str, build: Build) -> None:
     """Build the arrays in mapped files, so that one larger than the memory goes to the disk meanwhile."""
     files: dict[Path, WholeFile] = {}
+    refused: OSError | None = None
 
     def allocate(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        nonlocal refused
         path = folder / f"{entry}-{name}.npy"
-        files[path] = WholeFile(path)
-        return _mapped(files[path], shape, np.dtype(dtype))
+        try:
+            files[path] = WholeFile(path)
+            return _mapped(files[path], shape, np.dtype(dtype))
+        except OSError as error:
+            refused = error
+            raise
 
     entries: dict[str, dict[str, int]] = {}
     try:
-        build(allocate)
+        try:
+            build(allocate)
+        except OSError as error:
+            if error is refused:
+                raise
+            raise _BuildError(error) from error
         for path, file in files.items():
             file.publish()  # syncs what was written through the mapping, too
             status = path.stat()
@@ -201,6 +257,12 @@ def _mapped(file: WholeFile, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np
 
     Raises OSError where the disk has no room for it: written through a mapping, a full one would end the process.
     """
+    needed, free = _bytes_of(shape, dtype), shutil.disk_usage(Path(file.file.name).parent).free
+    if needed > free:  # said with numbers, and some are larger than a file can be
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: an array of {needed / 2**30:,.0f} GiB, and {free / 2**30:,.0f} GiB are free",
+        )
     array: npt.NDArray[Any] = np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
         file.file.name, mode="w+", dtype=dtype, shape=shape
     )
@@ -209,7 +271,11 @@ def _mapped(file: WholeFile, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np
 
 
 def _load(folder: Path, name: str) -> Arrays | None:
-    """The entry, or None when it is not there, not complete or damaged."""
+    """The entry, or None when it is not there, not complete or damaged.
+
+    Raises:
+        OSError: no more files may be open, which says nothing of the entry.
+    """
     manifest = folder / f"{name}.json"
     try:
         entries: dict[str, dict[str, int]] = json.loads(manifest.read_text())["files"]
@@ -227,6 +293,8 @@ def _load(folder: Path, name: str) -> Arrays | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, OSError) and error.errno in _NO_DESCRIPTOR_LEFT:
+            raise
         logger.warning("index %s is damaged and is not used (%s)", folder / name, error)
         return None
 

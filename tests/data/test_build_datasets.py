@@ -305,9 +305,18 @@ def test_mock_data_needs_no_file_and_fills_all_splits(tmp_path: Path) -> None:
         assert dataset.source.get(0).tolist() == [*range(1, lengths[0]), 50256]
 
 
-def test_an_index_that_no_machine_could_hold_is_refused_before_it_is_built(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"index of [0-9,]+ samples takes [0-9,]+ GiB, .*--train-iters"):
-        build(tmp_path / "cache", mock_data=True, num_samples=(10**14, 5, 5), vocab_size=50257, eod=50256)
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({}, r"No space left on device: an array of [0-9,]{6,} GiB"),
+        ({"data_cache_path": None}, r"takes [0-9,]{6,} GiB.*--train-iters"),
+    ],
+)
+def test_an_index_that_no_machine_could_hold_is_refused_before_it_is_built(
+    options: dict[str, Any], refusal: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        build(tmp_path, mock_data=True, num_samples=(10**17, 5, 5), vocab_size=50257, eod=50256, **options)
 
 
 def test_mock_data_fits_a_small_vocabulary(tmp_path: Path) -> None:

@@ -212,6 +212,58 @@ def test_a_full_disk_leaves_no_entry_and_is_told(call: str, tmp_path: Path, monk
     assert not list(tmp_path.iterdir())
 
 
+def test_an_index_larger_than_the_memory_lies_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that has to stay in memory is refused by the bytes that its arrays have, eight an entry if need be."""
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": VALUES.nbytes, "SC_PHYS_PAGES": 3}.__getitem__)
+    get(IndexCache(None))
+
+    def build(allocate: Allocate) -> None:
+        allocate("values", VALUES.shape, np.int64)
+        allocate("more", VALUES.shape, np.int64)
+
+    with pytest.raises(ValueError, match=r"takes 0 GiB, and this machine has .*--data-cache-path names a folder"):
+        IndexCache(None).get("Test-train", {}, build)
+    assert set(IndexCache(tmp_path).get("Test-train", {}, build)) == {"values", "more"}
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_too_many_open_files_are_no_damage(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    get(IndexCache(tmp_path / "cache"), log)
+    entry = sorted((tmp_path / "cache").iterdir())
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(np, "load", full)
+    for cache in (IndexCache(tmp_path / "cache"), IndexCache(None, defaults=[tmp_path / "cache"])):
+        with pytest.raises(ValueError, match=r"Too many open files.*`ulimit -n`"):
+            get(cache, log)
+    monkeypatch.undo()
+    monkeypatch.setattr(index_cache, "try_lock", full)
+    with pytest.raises(ValueError, match=r"Too many open files.*`ulimit -n`"):
+        get(IndexCache(None, defaults=[tmp_path / "cache", tmp_path / "other"]), log, seed=2)
+    assert builds(log) == 1
+    assert sorted((tmp_path / "cache").iterdir()) == entry
+
+
+def test_a_corpus_that_can_not_be_read_is_no_matter_of_the_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def fail(allocate: Allocate) -> None:
+        calls.append(allocate("values", VALUES.shape, VALUES.dtype))
+        raise OSError(errno.EIO, "Input/output error", "corpus.bin")
+
+    for cache in (IndexCache(tmp_path / "asked"), IndexCache(None, defaults=[tmp_path / "one", tmp_path / "other"])):
+        with pytest.raises(OSError, match=r"^\[Errno 5\] Input/output error: 'corpus.bin'$"):
+            cache.get("Test-train", {"seed": 1}, fail)
+    assert len(calls) == 2
+    assert not (tmp_path / "other").exists()
+    assert not caplog.records
+
+
 def blocked_folder(tmp_path: Path, name: str) -> Path:
     """A folder that nobody can write, root included: its parent is a file."""
     (tmp_path / name).write_text("")
