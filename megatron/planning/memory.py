@@ -36,6 +36,10 @@ class StageMemory:
     def total(self) -> int:
         return sum(getattr(self, name) for name in _COUNTED)
 
+    def needed(self, *, on_cpu: bool) -> int:
+        """Of the memory that the training itself is in: on CPUs with the staging."""
+        return self.total + self.staging if on_cpu else self.total
+
 
 _COUNTED = tuple(field.name for field in fields(StageMemory) if field.name != "staging")
 

@@ -40,7 +40,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class SmallerRun:
-    """A configuration that was changed, and the bytes of its largest stage."""
+    """A configuration that was changed, and the bytes that its largest stage needs."""
 
     change: Change
     bytes: int
@@ -51,7 +51,9 @@ class SmallerRun:
         return f"{' '.join(self.change.flags)}{without}: {self.bytes / 1e6:,.1f} MB, {cost}"
 
 
-def cheapest_that_fit(config: MegatronConfig, *, vocab_size: int, available: int, most: int = 3) -> list[SmallerRun]:
+def cheapest_that_fit(
+    config: MegatronConfig, *, vocab_size: int, available: int, on_cpu: bool = False, most: int = 3
+) -> list[SmallerRun]:
     """The changes of one or two flags after which the largest stage needs no more than `available` bytes.
 
     The cheapest ones first; where none fits, those that need least. A pair is listed only where neither of its flags
@@ -59,6 +61,7 @@ def cheapest_that_fit(config: MegatronConfig, *, vocab_size: int, available: int
 
     Args:
         config: with the number of processes, which stays as it is.
+        on_cpu: whether the staging of `--async-save` takes of the same memory.
     """
     singles = [name for change in changes(config) for name in change.names]
     fitting: list[SmallerRun] = []
@@ -69,9 +72,9 @@ def cheapest_that_fit(config: MegatronConfig, *, vocab_size: int, available: int
         combined = _combined(config, names)
         if combined is None:
             continue
-        run = SmallerRun(change=combined, bytes=_largest_stage(combined.config, vocab_size))
+        run = SmallerRun(change=combined, bytes=_largest_stage(combined.config, vocab_size, on_cpu=on_cpu))
         (fitting if run.bytes <= available else others).append(run)
-    today = _largest_stage(config, vocab_size)
+    today = _largest_stage(config, vocab_size, on_cpu=on_cpu)
     if fitting:
         return _worth_their_cost(fitting, today)[:most]
     return _worth_their_cost(others, today)[: -most - 1 : -1]
@@ -88,9 +91,9 @@ def _worth_their_cost(runs: Sequence[SmallerRun], today: int) -> list[SmallerRun
     return found
 
 
-def _largest_stage(config: MegatronConfig, vocab_size: int) -> int:
+def _largest_stage(config: MegatronConfig, vocab_size: int, *, on_cpu: bool) -> int:
     stages = predict_memory(config, padded_vocab_size=config.padded_vocab_size(vocab_size))
-    return max(stage.total for stage in stages)
+    return max(stage.needed(on_cpu=on_cpu) for stage in stages)
 
 
 def _combined(config: MegatronConfig, names: Sequence[str]) -> Change | None:

@@ -128,20 +128,19 @@ def out_of_memory_advice(config: MegatronConfig, available: int, *, on_cpu: bool
     """The account of the configuration, and the three cheapest changes that need no more than `available` bytes."""
     vocabulary = build_vocabulary(config)
     predicted = predict_memory(config, padded_vocab_size=vocabulary.padded_size)
-    largest = max(stage.total for stage in predicted)
-    staging = max(stage.staging for stage in predicted) if on_cpu else 0
+    largest = max(stage.needed(on_cpu=on_cpu) for stage in predicted)
+    stage = f"the largest stage{', with its staging,' if on_cpu and any(stage.staging for stage in predicted) else ''}"
     # Less than what has just not fitted, also where the account knows of too little: temporaries, fragments, others.
-    enough = min(available - staging, int(0.9 * largest))
-    options = cheapest_that_fit(config, vocab_size=vocabulary.size, available=enough)
+    enough = min(available, int(0.9 * largest))
+    options = cheapest_that_fit(config, vocab_size=vocabulary.size, available=enough, on_cpu=on_cpu)
     fits = bool(options) and options[0].bytes <= enough
-    rest = "all there is beside the staging of --async-save" if staging else "all there is"
-    bound = rest if enough == available - staging else "nine tenths of what it needs now, which did not fit"
+    bound = "all there is" if enough == available else "nine tenths of what it needs now, which did not fit"
     found = "The cheapest changes that would fit" if fits else "No two changes make it fit; those that spare most"
     lines = [
         f"What the {config.task.upper()} of these flags needs on a rank of each stage, predicted (MB):",
         memory_table(predicted),
         f"A rank has {available / 1e6:,.1f} MB, of which libraries, temporaries and fragments take some too. "
-        f"A change is taken to fit if the largest stage then needs no more than {enough / 1e6:,.1f} MB: {bound}.",
+        f"A change is taken to fit if {stage} then needs no more than {enough / 1e6:,.1f} MB: {bound}.",
         f"{found}, in place of other flags for the same:" if options else "No two changes spare any of it.",
         *(f"  {number}. {option}" for number, option in enumerate(options, start=1)),
     ]
@@ -165,7 +164,7 @@ def _memory_warning(state: ParallelState, stages: Sequence[StageMemory], availab
     """
     here = [rank for rank, node in enumerate(state.nodes) if node == state.nodes[state.rank]]
     mine = [stages[state.grid.coordinates(rank)["pp"]] for rank in here]
-    needed = sum(stage.total + stage.staging for stage in mine)
+    needed = sum(stage.needed(on_cpu=True) for stage in mine)
     if needed <= available:
         return ""
     return (

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.config.megatron_config import MegatronConfig
 from megatron.planning import options
+from megatron.planning.memory import predict_memory
 from megatron.planning.options import SmallerRun, changes, cheapest_that_fit
 from tests.helpers.tiny import tiny_config
 
@@ -105,6 +106,18 @@ def test_a_proposal_spares_more_than_all_that_are_cheaper(available: int) -> Non
     needed = [run.bytes for run in by_cost]
     assert len(runs) > 2
     assert needed == sorted(set(needed), reverse=True)
+
+
+def test_what_a_proposal_needs_on_cpus_has_the_copy_that_is_written_in_the_background() -> None:
+    """Ranks that share the optimizer copy less of it, too."""
+    config = config_of("--bf16", "--async-save", "--save", "checkpoints", implied_batch=False)
+    runs = cheapest_that_fit(config, vocab_size=VOCAB, available=10**12, on_cpu=True, most=100)
+    assert runs
+    for run in runs:
+        changed = run.change.config
+        stages = predict_memory(changed, padded_vocab_size=changed.padded_vocab_size(VOCAB))
+        assert all(stage.staging for stage in stages)
+        assert run.bytes == max(stage.total + stage.staging for stage in stages)
 
 
 @pytest.mark.parametrize(

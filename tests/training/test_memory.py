@@ -308,12 +308,12 @@ def test_on_cpus_the_copy_counts_where_memory_is_short(tmp_path: Path) -> None:
     state = replace(parallel_state.ParallelState.single(), nodes=("a",))
     assert _memory_warning(state, [stage], stage.total + stage.staging) == ""
     assert _memory_warning(state, [stage], stage.total + stage.staging - 1) != ""
-    available = stage.staging + 10**5
-    assert "no more than 0.1 MB: all there is beside the staging" in out_of_memory_advice(
-        config, available, on_cpu=True
-    )
-    advice = out_of_memory_advice(config, available, on_cpu=False)
-    assert f"no more than {min(available, 0.9 * stage.total) / 1e6:,.1f} MB" in advice
+    advice = out_of_memory_advice(config, 10**5, on_cpu=True)
+    assert "the largest stage, with its staging, then needs no more than 0.1 MB: all there is." in advice
+    advice = out_of_memory_advice(config, 10**9, on_cpu=True)
+    assert f"no more than {0.9 * (stage.total + stage.staging) / 1e6:,.1f} MB: nine tenths" in advice
+    advice = out_of_memory_advice(config, 10**9, on_cpu=False)
+    assert f"the largest stage then needs no more than {0.9 * stage.total / 1e6:,.1f} MB: nine tenths" in advice
 
 
 def test_a_run_that_ends_before_its_second_iteration_stops_counting() -> None:
