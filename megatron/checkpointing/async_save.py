@@ -76,8 +76,7 @@ class AsyncSaver:
         self._replicas = replicas
         self._buffer = StagingBuffer()
         self._background: _Background | None = None
-        self._end: Written | NotWritten | None = None
-        self._end_taken = False
+        self._untold: _Background | None = None  # the save that was started last, until its end is taken
 
     @property
     def writing(self) -> int | None:
@@ -132,7 +131,7 @@ class AsyncSaver:
                 background.discard_index_file()
             save.discard()
             raise
-        self._background, self._end_taken = background, False
+        self._background = self._untold = background
         background.thread.start()
 
     def wait_for_copy(self) -> None:
@@ -153,21 +152,18 @@ class AsyncSaver:
         try:
             agree(self._world, phase, background.wait_for_share, raises=CheckpointError)
             agree(self._world, phase, background.wait_for_end, raises=CheckpointError)
-            self._end = background.end
         except Exception as error:
             background.give_up()
             background.thread.join()
-            self._end = NotWritten(iteration=background.save.iteration, error=error)
+            background.end = NotWritten(iteration=background.save.iteration, error=error)
             raise
 
     def take_end(self) -> Written | NotWritten | None:
         """On the first rank, how the save that was started last has ended, finished or not; once, then None."""
-        if self._background is not None:
-            self._end = self._background.end
-        if self._end is None or self._end_taken:
-            return None
-        self._end_taken = True
-        return self._end
+        end = None if self._untold is None else self._untold.end
+        if end is not None:
+            self._untold = None
+        return end
 
     def close(self, *, abandoned: Callable[[], bool], patience: float) -> Written | NotWritten | None:
         """Let the save that was started end when the ranks can agree on nothing any more.
@@ -190,7 +186,8 @@ class AsyncSaver:
                 background.give_up()
                 break
             background.thread.join(_POLL_SECONDS)
-        end, self._background = self.take_end(), None
+        end = self.take_end()
+        self._background = self._untold = None
         return end
 
     def _make_ready(self, background: _Background) -> None:
@@ -208,7 +205,7 @@ class _Background:
     save: PreparedSave[PendingSlice]
     writers: Sequence[int]
     afterwards: Callable[[], Iterable[str]]
-    copy: Callable[[], Share[PendingSlice]] = Share
+    copy: Callable[[], Share[PendingSlice]] = field(init=False)  # where there is an index file
     index_file: WholeFile | None = None
     copied: threading.Event = field(default_factory=threading.Event)
     share_ended: threading.Event = field(default_factory=threading.Event)
