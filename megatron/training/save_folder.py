@@ -82,23 +82,27 @@ class SaveFolder:
                 "room, without --ckpt-step the run goes on from the last"
             )
 
-    def keep_tokenizer(self, config: TokenizerConfig) -> None:
-        """Keep copies of the tokenizer's files, with which the checkpoints of this folder can be used anywhere.
+    def keep_tokenizer(self, config: TokenizerConfig, *, copies: bool) -> None:
+        """Refuse another tokenizer than that of the checkpoints of this folder, which are used with the copies there.
+
+        Args:
+            copies: to keep them of the tokenizer's files. Otherwise those that are there stay.
 
         Raises:
-            CheckpointError: it is not the tokenizer that the checkpoints of this folder were trained with.
+            CheckpointError: it is not the tokenizer that the checkpoints of this folder are used with.
             OSError: a file cannot be read or written.
         """
         folder = self.path / TOKENIZER_FOLDER
         kept = kept_in(config, folder)
-        resumed = kept != config and bool(list_checkpoints(self.path))
-        if resumed and build_tokenizer(kept).fingerprint() != build_tokenizer(config).fingerprint():
+        stays = kept != config and (not copies or bool(list_checkpoints(self.path)))
+        if stays and build_tokenizer(kept).fingerprint() != build_tokenizer(config).fingerprint():
             raise CheckpointError(
-                f"the checkpoints here were trained with the tokenizer in {folder}, and "
+                f"the checkpoints here are used with the tokenizer in {folder}, and "
                 f"{' '.join(map(str, files_of(config).values()))} is another one; give that one, or --finetune with "
                 "another --save folder"
             )
-        keep_files(config, folder)
+        if copies:
+            keep_files(config, folder)
 
     def close(self) -> None:
         """Leave the folder to others."""
@@ -135,7 +139,7 @@ def claim_save_folder(context: MegatronContext) -> SaveFolder | None:
 
 
 def keep_tokenizer(folder: SaveFolder, context: MegatronContext) -> None:
-    """Keep what the checkpoints of a run need of its tokenizer, unless it asks for none; a collective.
+    """Keep what the checkpoints of a run need of its tokenizer, or only compare what is there; a collective.
 
     Raises:
         CheckpointError: on all ranks: it is another tokenizer than that of the checkpoints there, or it cannot be kept.
@@ -143,8 +147,8 @@ def keep_tokenizer(folder: SaveFolder, context: MegatronContext) -> None:
     config = context.config
 
     def keep() -> None:
-        if context.state.rank == 0 and config.checkpoint.save_tokenizer_assets:
-            folder.keep_tokenizer(config.tokenizer)
+        if context.state.rank == 0:
+            folder.keep_tokenizer(config.tokenizer, copies=config.checkpoint.save_tokenizer_assets)
 
     agree(context.state.world, f"keeping the tokenizer in --save {folder.path}", keep, raises=CheckpointError)
 

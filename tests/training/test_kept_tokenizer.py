@@ -11,7 +11,9 @@ from tokenizers.models import WordLevel
 
 from megatron.checkpointing import CheckpointError
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.inference.load import open_model
+from megatron.training.save_folder import SaveFolder
 from megatron.training.wanted_checkpoint import saved_config
 from tests.training.runs import trained
 
@@ -44,11 +46,29 @@ def test_a_training_goes_on_with_the_tokenizer_of_its_checkpoints_only(tmp_path:
     more = ("--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"), "--train-iters", "2")
     trained(*tokenizer_flags(tmp_path / "a"), *first)
     other = tokenizer_flags(tmp_path / "b", WORDS[::-1])
-    with pytest.raises(
-        CheckpointError, match=r"trained with the tokenizer in .*saved/tokenizer, and .*/b/tokenizer\.json"
-    ):
-        trained(*other, *more, "--override-opt_param-scheduler")
+    for copies in ("--save-tokenizer-assets", "--no-save-tokenizer-assets"):
+        with pytest.raises(
+            CheckpointError, match=r"used with the tokenizer in .*saved/tokenizer, and .*/b/tokenizer\.json"
+        ):
+            trained(*other, *more, "--override-opt_param-scheduler", copies)
     trained(*tokenizer_flags(tmp_path / "c"), *more, "--override-opt_param-scheduler")
+
+
+def test_copies_of_another_tokenizer_are_refused_where_none_are_kept_too(tmp_path: Path) -> None:
+    """Whoever uses the checkpoints would take the old copies."""
+
+    def tokenizer(name: str, words: list[str]) -> TokenizerConfig:
+        return TokenizerConfig(
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=tokenizer_flags(tmp_path / name, words)[-1]
+        )
+
+    folder = SaveFolder(tmp_path / "saved")
+    folder.keep_tokenizer(tokenizer("a", WORDS), copies=True)
+    with pytest.raises(
+        CheckpointError, match=r"used with the tokenizer in .*saved/tokenizer, and .*/b/tokenizer\.json"
+    ):
+        folder.keep_tokenizer(tokenizer("b", WORDS[::-1]), copies=False)
+    folder.keep_tokenizer(tokenizer("c", WORDS), copies=False)
 
 
 def test_copies_of_the_tokenizer_can_be_left_out(tmp_path: Path) -> None:
