@@ -36,6 +36,7 @@ from megatron.core.collectives import all_reduce_
 from megatron.core.fp32_matmul import LARGEST_ERROR, error_of_fast_products, use_fast_products
 from megatron.core.kernels.choice import KernelChoice, device_type, set_kernel_choice
 from megatron.core.kernels.extension import describe_kernels, kernel_problems
+from megatron.core.open_files import allow_open_files
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel.random import RngStateTracker, model_parallel_rng_tracker
 from megatron.planning.memory import memory_table, predict_memory
@@ -407,6 +408,7 @@ def _initialize(
     argv_or_config: Sequence[str] | MegatronConfig, extra_args_provider: ExtraArgsProvider | None, task: Task
 ) -> MegatronContext:
     started, parent = time.monotonic(), os.getppid()
+    allow_open_files()
     launch = read_launch_environment(os.environ)
     extra = argparse.Namespace()
     if isinstance(argv_or_config, MegatronConfig):
@@ -620,8 +622,7 @@ def _join_world(
     if rank == 0:
         tcp_store.set(_JOB_OF_RANK_0, launch.job)
         roll.set(_OPTIONS_OF_RANK_0, words)
-    # Processes in containers of their own do not see each other, though they are on one node.
-    place = [launch.node, os.readlink("/proc/self/ns/pid")]
+    place = [launch.node, _visible_processes()]
     roll.set(str(rank), json.dumps([place, os.getpid(), hashlib.sha256(words.encode()).hexdigest()]))
     try:
         host = tcp_store.get(_JOB_OF_RANK_0).decode()
@@ -658,7 +659,7 @@ def _join_world(
             speaks=rank == odd[0],
         )
     nodes = [node for (node, _), *_ in answers]
-    neighbours = {other: process for other, (there, process, _) in enumerate(answers) if there == place}
+    neighbours = {other: process for other, (there, process, _) in enumerate(answers) if there == place and place[1]}
     dist.init_process_group(
         backend,
         store=PrefixStore("megatron", store),
@@ -667,6 +668,14 @@ def _join_world(
         timeout=timeout,
     )
     return nodes, neighbours, store
+
+
+def _visible_processes() -> str:
+    """Names the processes that this one can see, which are not all of a node with containers; "" where none are."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # without /proc, or in a sandbox
+        return ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

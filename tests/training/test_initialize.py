@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.config.problems import ConfigError
 from megatron.core import parallel_state
@@ -223,6 +226,28 @@ def test_two_runs_that_meet_at_one_port_do_not_mix_their_ranks() -> None:
     assert "give each run a MASTER_PORT of its own" in text
     rank_1 = joining(1, 2, port, 20, job=first)
     assert (rank_0(), rank_1()) == (("", False), ("", False))
+
+
+def test_ranks_meet_where_the_system_shows_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without /proc, or in a sandbox: that it is not known which other processes live makes only a message poorer."""
+
+    def refused(path: str) -> str:
+        raise PermissionError(f"no access to {path}")
+
+    monkeypatch.setattr("megatron.training.initialize.os", SimpleNamespace(readlink=refused, getpid=os.getpid))
+    launch = LaunchEnvironment(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        launched=True,
+        master_addr="127.0.0.1",
+        master_port=free_port(),
+        hosts_store=True,
+    )
+    _, neighbours, _ = initialize._join_world(launch, "gloo", torch.device("cpu"), timedelta(seconds=20), {})
+    dist.destroy_process_group()
+    assert neighbours == {}
 
 
 def test_a_port_that_another_run_holds_is_named() -> None:
