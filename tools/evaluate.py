@@ -124,6 +124,8 @@ def note_training_text(used: UsedModel, options: argparse.Namespace) -> None:
             f"{name} is what the model was trained on: --split {data.split_text.replace(' ', '')} scores only what the "
             "training was validated on"
         )
+    elif name in {Path(word).name for word in data.train_data_path}:
+        used.note(f"{name} is what the model was trained on")
 
 
 def begun(tokenizer: Tokenizer, text: str) -> tuple[int, Tokens]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +110,18 @@ def test_who_scores_the_text_of_the_training_is_told(
     names_of_tool("evaluate")["note_training_text"](used, SimpleNamespace(data_path=data_path, split=split))
     note = "alpha is what the model was trained on: --split 90,10,0 scores only what the training was validated on"
     assert notes == [note] * told
+
+
+@pytest.mark.parametrize("split", [None, "90,10,0"])
+def test_who_scores_a_corpus_that_was_for_training_only_is_told(folder: Path, split: str | None) -> None:
+    """All of it, whatever share of it is scored."""
+    opened = open_model(folder / "checkpoints")
+    data = replace(opened.config.data, data_path=(), train_data_path=("0.5", "there/alpha", "0.5", "there/beta"))
+    notes: list[str] = []
+    used = SimpleNamespace(opened=SimpleNamespace(config=replace(opened.config, data=data)), note=notes.append)
+    for name in ("alpha", "beta", "gamma"):
+        names_of_tool("evaluate")["note_training_text"](used, SimpleNamespace(data_path=f"moved/{name}", split=split))
+    assert notes == ["alpha is what the model was trained on", "beta is what the model was trained on"]
 
 
 def test_a_corpus_is_scored_where_it_is_mapped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
