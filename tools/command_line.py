@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from tqdm import tqdm
 
 from megatron.config.problems import UserError, unknown_flag
+from megatron.core.open_files import allow_open_files
 from megatron.core.whole_file import whole_file
 from megatron.training.failures import exiting
 
@@ -66,6 +67,7 @@ def run_tool(main: Callable[[], None], ends: Callable[[], AbstractContextManager
     Args:
         ends: in place of `exiting`, for a tool of several ranks.
     """
+    allow_open_files()
     with ends():
         try:
             main()
