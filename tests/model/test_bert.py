@@ -11,9 +11,10 @@ from torch import Tensor
 from megatron.core.comm_group import CommGroup
 from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.model.attention import attention_weights
+from megatron.model.bert_model import BertModel
 from megatron.model.masks import padding_mask
 from tests.helpers.distributed import run_distributed
-from tests.helpers.numerics import LOSS_BF16, assert_all_parity, assert_bitwise, assert_parity
+from tests.helpers.numerics import assert_all_parity, assert_bitwise, assert_parity
 from tests.helpers.operations import RecordedOperations
 from tests.model.bert import BertInput, bert_batch, build_bert, losses_of, mean_loss, output_of
 from tests.model.test_attention import heads, stream
@@ -25,6 +26,9 @@ NORMS: dict[str, dict[str, Any]] = {
     "residual": {"apply_residual_connection_post_layernorm": True},
     "post": {"layernorm_placement": "post", "activation": "gelu"},
 }
+# Twice what plain torch errs by: `BertForPreTraining` of Hugging Face, of the same sizes, over five batches. Beside the
+# largest loss.
+LOSSES_IN_16_BITS = {torch.bfloat16: 2 * 1.8e-3, torch.float16: 2 * 3.3e-4}
 each_norm = pytest.mark.parametrize("norms", NORMS)
 
 
@@ -146,10 +150,20 @@ def test_tensor_parallel_ranks_agree_with_one(norms: str, world_size: int, seque
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_losses_in_16_bits_are_near_the_exact_ones(dtype: torch.dtype, norms: str) -> None:
     batch = bert_batch((24, 17))
-    config = tiny_config(**NORMS[norms], init_method_std=0.05)
-    exact, low = (mean_loss(losses_of(build_bert(config, dtype=d), batch), batch) for d in (torch.float64, dtype))
-    assert low.dtype == torch.float32, "losses are not below float32"
-    assert float(low.detach()) == pytest.approx(float(exact.detach()), rel=LOSS_BF16)
+    config = tiny_config(**NORMS[norms], init_method_std=0.02)
+    low, exact = build_bert(config, dtype=dtype), build_bert(config)
+    jitter(low)
+    exact.load_state_dict(low.state_dict())
+    losses, expected = (real_losses(model, batch) for model in (low, exact))
+    assert losses.dtype == torch.float32, "losses are not below float32"
+    assert_parity(losses.double(), expected, bounds={torch.float64: LOSSES_IN_16_BITS[dtype]})
+
+
+def real_losses(model: BertModel, batch: BertInput) -> Tensor:
+    """Of all tokens but padding, and of all pairs, in one row."""
+    losses = losses_of(model, batch)
+    assert losses.pairs is not None
+    return torch.cat([losses.tokens[batch.is_real], losses.pairs]).detach()
 
 
 def test_a_vocabulary_that_is_padded_gives_the_same() -> None:

@@ -16,7 +16,7 @@ from transformers import BertConfig as TheirConfig
 from transformers import BertForPreTraining
 
 from megatron.config.transformer import TransformerConfig
-from tests.helpers.numerics import assert_all_reference, assert_reference
+from tests.helpers.numerics import assert_all_reference, assert_reference, assert_within_reference_error
 from tests.model.bert import bert_batch, build_bert, losses_of, mean_loss, output_of
 from tests.model.test_against_transformers import by_group
 from tests.model.tiny import VOCAB, tiny_config
@@ -80,6 +80,22 @@ def from_transformers(tensors: Mapping[str, Tensor], config: TransformerConfig) 
 
 
 PARTS = ("query", "key", "value")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_in_16_bits_err_at_most_twice_as_much_as_theirs(dtype: torch.dtype) -> None:
+    config, batch = tiny_config(**POST_NORM), bert_batch()
+    low, exact, model = reference_model(dtype), reference_model(torch.float64), build_bert(config, dtype=dtype)
+    exact.load_state_dict(low.state_dict())
+    model.load_state_dict(from_transformers(low.state_dict(), config))
+    plain, expected = (
+        reference(batch.tokens, attention_mask=batch.is_real.long(), token_type_ids=batch.token_types).prediction_logits
+        for reference in (low, exact)
+    )
+    real, logits = batch.is_real, output_of(model, batch).tokens
+    assert logits.dtype == dtype
+    assert_within_reference_error(logits[real], plain[real], expected[real], "logits")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
