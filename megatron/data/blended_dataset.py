@@ -12,7 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config.problems import UserError
-from megatron.data.index_builder import Allocate, build_blend_index, build_exhaustive_blend_index, derived_seed
+from megatron.data.index_builder import (
+    AT_ONCE,
+    Allocate,
+    build_blend_index,
+    build_exhaustive_blend_index,
+    derived_seed,
+)
 from megatron.data.index_cache import IndexCache
 from megatron.data.sample_dataset import SampleDataset
 from megatron.data.splits import normalize
@@ -21,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 Sample = TypeVar("Sample")
 
-_COUNT_AT_ONCE = 1 << 20  # bincount copies to eight bytes an entry
+_INDEX_VERSION = 1  # counts changes of what an index holds, so that one of another version is built anew
 
 
 class BlendedDataset(Generic[Sample]):
@@ -32,6 +38,7 @@ class BlendedDataset(Generic[Sample]):
         names: what to call them in messages.
         dataset_index: [n] which part each sample comes from.
         dataset_sample_index: [n] which of its samples that is.
+        drawn: [parts] how many samples come from each.
 
     Raises:
         UserError: a part has fewer samples than the order draws from it.
@@ -43,13 +50,11 @@ class BlendedDataset(Generic[Sample]):
         names: Sequence[str],
         dataset_index: npt.NDArray[np.int16],
         dataset_sample_index: npt.NDArray[np.int64],
+        drawn: npt.NDArray[np.int64],
     ) -> None:
         self.datasets = tuple(datasets)
         self.dataset_index = dataset_index
         self.dataset_sample_index = dataset_sample_index
-        drawn = np.zeros(len(datasets), dtype=np.int64)
-        for begin in range(0, len(dataset_index), _COUNT_AT_ONCE):
-            drawn += np.bincount(dataset_index[begin : begin + _COUNT_AT_ONCE], minlength=len(datasets))
         for dataset, name, count in zip(datasets, names, drawn.tolist(), strict=True):
             if count > len(dataset):
                 raise UserError(
@@ -82,11 +87,12 @@ def blend_by_weights(
     shares = normalize([float(weight) for weight in weights])
 
     def build(allocate: Allocate) -> None:
-        build_blend_index(shares, size, allocate)
+        chosen, _ = build_blend_index(shares, size, allocate)
+        _count(chosen, len(shares), allocate)
 
     # By bits: a share printed with fewer digits could name another order.
-    arrays = cache.get("BlendedDataset", {"shares": [share.hex() for share in shares], "size": size}, build)
-    return BlendedDataset(datasets, names, arrays["dataset_index"], arrays["dataset_sample_index"])
+    description = {"version": _INDEX_VERSION, "shares": [share.hex() for share in shares], "size": size}
+    return BlendedDataset(datasets, names, **cache.get("BlendedDataset", description, build))
 
 
 def blend_by_size(
@@ -104,7 +110,7 @@ def blend_by_size(
     counts = [sizes[number] for number in present]
     if not present or size == 0:
         nothing = np.empty(0, dtype=np.int64)
-        return BlendedDataset(datasets, names, nothing.astype(np.int16), nothing)
+        return BlendedDataset(datasets, names, nothing.astype(np.int16), nothing, np.zeros(len(names), dtype=np.int64))
 
     def build(allocate: Allocate) -> None:
         if size is None:
@@ -113,12 +119,21 @@ def blend_by_size(
             shares = normalize([float(count) for count in counts])
             chosen, _ = build_blend_index(shares, min(size, sum(counts)), allocate)
         numbers = np.asarray(present, dtype=np.int16)
-        for begin in range(0, len(chosen), _COUNT_AT_ONCE):
-            part = chosen[begin : begin + _COUNT_AT_ONCE]
+        for begin in range(0, len(chosen), AT_ONCE):
+            part = chosen[begin : begin + AT_ONCE]
             part[:] = numbers[part]
+        _count(chosen, len(sizes), allocate)
 
-    arrays = cache.get("BlendedDataset", {"sizes": sizes, "size": size}, build)
-    return BlendedDataset(datasets, names, arrays["dataset_index"], arrays["dataset_sample_index"])
+    description = {"version": _INDEX_VERSION, "sizes": sizes, "size": size}
+    return BlendedDataset(datasets, names, **cache.get("BlendedDataset", description, build))
+
+
+def _count(chosen: npt.NDArray[np.int16], parts: int, allocate: Allocate) -> None:
+    """Fill `drawn`. It is kept with the order, which each process would have to read whole at each start."""
+    drawn = allocate("drawn", (parts,), np.int64)
+    drawn[:] = 0
+    for begin in range(0, len(chosen), AT_ONCE):
+        drawn += np.bincount(chosen[begin : begin + AT_ONCE], minlength=parts)
 
 
 class BlockedDataset(Generic[Sample]):

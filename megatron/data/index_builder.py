@@ -26,8 +26,11 @@ _INT32_MAX = np.iinfo(np.int32).max
 _UINT32_MAX = np.iinfo(np.uint32).max
 MAX_BLENDED_DATASETS = np.iinfo(np.int16).max - 1
 
-
-_FILL_AT_ONCE = 1 << 20
+# Entries of an index that are filled or counted at once: numpy makes copies of eight bytes an entry, and an index in a
+# file may be larger than the memory.
+AT_ONCE = 1 << 20
+# The last epoch is kept apart when less than this share of it is asked for.
+_FINAL_EPOCH_SHARE = 0.80
 _MOST_THREADS = 32  # of one index: more wait for the memory
 
 
@@ -65,10 +68,6 @@ class EpochPlan:
     num_samples: int
     separate_final_epoch: bool
     samples_before_final_epoch: int
-
-
-# The last epoch is kept apart when less than this share of it is asked for.
-_FINAL_EPOCH_SHARE = 0.80
 
 
 def plan_epochs(
@@ -149,8 +148,8 @@ def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState, allocate
     """
     dtype = np.int64 if plan.num_samples >= _UINT32_MAX - 1 else np.uint32
     order: IntArray = allocate("shuffle_index", (plan.num_samples,), dtype)
-    for begin in range(0, plan.num_samples, _FILL_AT_ONCE):
-        end = min(begin + _FILL_AT_ONCE, plan.num_samples)
+    for begin in range(0, plan.num_samples, AT_ONCE):
+        end = min(begin + AT_ONCE, plan.num_samples)
         order[begin:end] = np.arange(begin, end, dtype=dtype)
     _shuffle(order, plan.samples_before_final_epoch, random)
     return order

@@ -192,7 +192,25 @@ def test_a_blend_that_draws_more_than_a_part_holds_names_the_surplus() -> None:
             ["a"],
             np.zeros(3, dtype=np.int16),
             np.arange(3, dtype=np.int64),
+            np.array([3]),
         )
+
+
+@pytest.mark.parametrize("weights", [("0.3", "0.7"), ("", "")])
+def test_a_blend_is_counted_once_and_not_read_at_each_start(
+    weights: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefixes = [str(numbered_corpus(tmp_path / name, [size])) for name, size in (("a", 301), ("b", 701))]
+    words = [word for pair in zip(weights, prefixes) for word in pair if word]
+    options: dict[str, Any] = {"data_path": words, "split": "1", "num_samples": (250, 0, 0)}
+    first = build(tmp_path / "cache", **options)[0]
+    (counts,) = (np.load(path) for path in (tmp_path / "cache").glob("*-BlendedDataset-drawn.npy"))
+    assert isinstance(first, BlendedDataset)
+    assert counts.tolist() == np.bincount(first.dataset_index).tolist() == [75, 175]
+    monkeypatch.delattr(np, "bincount")
+    again = build(tmp_path / "cache", **options)[0]
+    assert isinstance(again, BlendedDataset)
+    assert len(again) == len(first)
 
 
 def test_weights_need_a_number_of_samples(tmp_path: Path) -> None:
