@@ -369,16 +369,22 @@ class MegatronConfig:
 def difference(saved: MegatronConfig, present: MegatronConfig) -> list[Difference]:
     """The fields that both have and whose values differ, each with what the change affects.
 
-    A path that only moved (the same last name in another folder) affects nothing.
+    A path that only moved (the same last name in another folder) affects nothing. The global batch is compared where it
+    follows from the number of processes, too.
     """
     found = []
+    batches = _known_batch(saved), _known_batch(present)
     for option in all_options(saved.task if saved.task == present.task else "gpt"):
         old = getattr(getattr(saved, option.section), option.field)
         new = getattr(getattr(present, option.section), option.field)
+        if option.name == "--global-batch-size" and None not in batches:
+            old, new = batches
         if old == new or _means_the_same(option, getattr(saved, option.section), getattr(present, option.section)):
             continue
         moved = option.flag.same_name and [_last_name(v) for v in old] == [_last_name(v) for v in new]
         affects: Affects = "free" if moved else option.affects
+        if option.name == "--micro-batch-size" and not present.optimizer.calculate_per_token_loss:
+            affects = "training"  # a token weighs more in a micro-batch that has few
         found.append(Difference(flag=option.name, saved=old, present=new, affects=affects))
     return found
 

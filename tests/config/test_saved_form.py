@@ -117,6 +117,12 @@ def test_a_size_that_is_given_and_follows_from_the_others_too_is_no_difference(
         ("", "--hidden-dropout 0.2", "--hidden-dropout", "training"),
         ("", "--global-batch-size 64", "--global-batch-size", "training"),
         ("", "--micro-batch-size 4", "--micro-batch-size", "free"),
+        (
+            "--no-calculate-per-token-loss",
+            "--no-calculate-per-token-loss --micro-batch-size 4",
+            "--micro-batch-size",
+            "training",
+        ),
         ("", "--log-interval 7", "--log-interval", "free"),
         ("", "--no-calculate-per-token-loss", "--calculate-per-token-loss", "training"),
         ("--load x", "--load x --no-load-optim", "--load-optim", "training"),
@@ -129,3 +135,27 @@ def test_a_difference_says_what_it_changes(parse: Parse, saved: str, present: st
     assert (found.flag, found.affects) == (flag, affects)
     assert str(found).startswith(f"{flag}: ")
     assert difference(parse(saved, without=without), parse(saved, without=without)) == []
+
+
+@pytest.mark.parametrize(
+    "present, world_size, batch",
+    [
+        ("", 8, 16),
+        ("--tensor-model-parallel-size 2", 4, 4),
+        ("--pipeline-model-parallel-size 4", 4, 2),
+        ("--micro-batch-size 1", 4, 4),
+        ("--micro-batch-size 1", 8, None),
+        ("--tensor-model-parallel-size 2", 8, None),
+        ("--global-batch-size 8", 2, None),
+    ],
+)
+def test_a_global_batch_that_follows_from_other_sizes_is_compared(
+    parse: Parse, present: str, world_size: int, batch: int | None
+) -> None:
+    """None: it is the same."""
+    saved = MegatronConfig.from_dict(parse(without="--global-batch-size", world_size=4).to_dict())
+    changes = difference(saved, parse(present, without="--global-batch-size", world_size=world_size))
+    found = [(each.saved, each.present) for each in changes if each.affects != "free"]
+    assert found == ([] if batch is None else [(8, batch)])
+    unknown = parse(without="--global-batch-size")
+    assert difference(unknown, unknown) == []
