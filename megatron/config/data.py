@@ -131,9 +131,9 @@ class DataConfig:
         ),
     )
     reset_position_ids: bool = field(
-        default=False, metadata=flag("Count positions from each document's start.", affects="data")
+        default=False, metadata=flag("Count positions from each document's start.", affects="input")
     )
-    reset_attention_mask: bool = field(default=False, metadata=flag("Attend only within a document.", affects="data"))
+    reset_attention_mask: bool = field(default=False, metadata=flag("Attend only within a document.", affects="input"))
     eod_mask_loss: bool = field(default=False, metadata=flag("No loss on end-of-document tokens.", affects="data"))
     dataloader_type: Literal["single", "cyclic"] = field(
         default="single",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
-Affects = Literal["tensors", "model", "data", "training", "free"]
+Affects = Literal["tensors", "model", "input", "data", "training", "free"]
 Kind = Literal["switch", "number", "fraction", "text"]
 
 # The largest value of a number whose field names none: whole numbers up to it are exact in JSON and in float64.
@@ -41,8 +41,9 @@ class Flag:
     off_help: what `off` does, for a switch that is on by default: help shows that flag.
     words: how many words the flag takes: a number, or "+" for one or more.
     affects: what a resumed run with another value would change: the tensors of the model (no change of it leaves all
-    their names and shapes as they were), the model otherwise, the data, what the training makes of these (as each field
-    of the optimizer's section does, without saying so), or nothing but rounding.
+    their names and shapes as they were), the model otherwise, what an id means or the model sees of a text (input), the
+    data otherwise, what the training makes of these (as each field of the optimizer's section does, without saying so),
+    or nothing but rounding.
     same_name: two paths that end in the same name count as the same value, on a resume and on two ranks.
     node_local: the ranks of one run may have different values: a path on a disk of the node's own.
     meaning: the property of the section that values are compared by on a resume; the value itself by default.

@@ -50,7 +50,7 @@ class TokenizerConfig:
     tokenizer_type: TokenizerType = field(
         metadata=flag(
             "Kind of tokenizer.",
-            affects="data",
+            affects="input",
             later=(
                 "BertWordPieceTokenizer",
                 "MultimodalTokenizer",
@@ -78,14 +78,14 @@ class TokenizerConfig:
             "Keep the special tokens that BertWordPiece* and HuggingFaceTokenizer put round a text.",
             off="--tokenizer-hf-no-include-special-tokens",
             off_help="Leave out what BertWordPiece* and HuggingFaceTokenizer put round a text ([CLS] ... [SEP]).",
-            affects="data",
+            affects="input",
         ),
     )
     tiktoken_pattern: TiktokenPattern | None = field(
         default=None,
         metadata=flag(
             "How TikTokenizer cuts texts; when not given, v2 with a .json file and llama3 with a .model file.",
-            affects="data",
+            affects="input",
         ),
     )
     tiktoken_num_special_tokens: int | None = field(
@@ -103,7 +103,7 @@ class TokenizerConfig:
             "The first special tokens of TikTokenizer, one of which ends a document; when not given, the usual ones.",
             words="+",
             metavar="TOKEN ...",
-            affects="data",
+            affects="input",
         ),
     )
     vocab_size: int | None = field(
@@ -129,7 +129,7 @@ class TokenizerConfig:
     )
     null_tokenizer_eod_id: int | None = field(
         default=None,
-        metadata=flag("End-of-document id of NullTokenizer; the last when not given.", affects="data", at_least=0),
+        metadata=flag("End-of-document id of NullTokenizer; the last when not given.", affects="input", at_least=0),
     )
     null_tokenizer_pad_id: int = field(default=-1, metadata=flag("Padding id of NullTokenizer; -1: none.", at_least=-1))
 

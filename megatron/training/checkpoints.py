@@ -63,9 +63,11 @@ def open_checkpoint(context: MegatronContext) -> Checkpoint | None:
     changes = difference(checkpoint.config, config)
     if wanted.use_checkpoint_opt_param_scheduler and goes_on(checkpoint, config):
         changes = [change for change in changes if change.flag not in SCHEDULE_FLAGS]
-    refused = {"tensors": "model", "model": "model", "data": "data"}
-    if not _goes_on_in_data(checkpoint, config):
-        del refused["data"]
+    refused = {"tensors": "model", "model": "model"}
+    if goes_on(checkpoint, config):
+        refused["input"] = "data"
+    if _goes_on_in_data(checkpoint, config):
+        refused["data"] = "data"
     if wanted.load_partial:  # the tensors themselves are compared when they are loaded
         del refused["tensors"]
     if changes:
@@ -100,7 +102,8 @@ def goes_on(checkpoint: Checkpoint, config: MegatronConfig) -> bool:
 
 
 def _goes_on_in_data(checkpoint: Checkpoint, config: MegatronConfig) -> bool:
-    """Whether the position of a training in its data is gone on from. A trained model is evaluated on any."""
+    """Whether the position of a training in its data is gone on from. A trained model is evaluated on any that it reads
+    as it read that of its training."""
     return goes_on(checkpoint, config) and not config.training.skip_train
 
 

@@ -106,7 +106,7 @@ def test_a_size_that_is_given_and_follows_from_the_others_too_is_no_difference(
         ("", "--seed 7", "--seed", "data"),
         ("", "--split 1", "--split", "data"),
         ("--split 969,30,1", "", "--split", "data"),  # mock data is divided evenly when it is not given
-        ("", "--reset-attention-mask", "--reset-attention-mask", "data"),
+        ("", "--reset-attention-mask", "--reset-attention-mask", "input"),
         ("--data-path /a/x /a/y", "--data-path /b/x /b/y", "--data-path", "free"),
         ("--data-path /a/x /a/y", "--data-path /a/x /a/z", "--data-path", "data"),
         ("--data-path 1 /a/x 2 /a/y", "--data-path 1 /a/x 3 /a/y", "--data-path", "data"),

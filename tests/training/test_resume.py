@@ -482,6 +482,31 @@ def test_what_changes_the_model_or_the_data_is_refused_and_all_else_is_printed(
         assert f"\n  {flag}: " in capsys.readouterr().out, line
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--reset-position-ids",
+        "--reset-attention-mask",
+        "--null-tokenizer-eod-id 3",
+        "--tokenizer-type ByteTokenizer",
+        "--tokenizer-hf-no-include-special-tokens",
+    ],
+)
+def test_an_evaluation_reads_its_data_as_the_training_did(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other data is evaluated on; what an id means, and what the model sees of a document, stays."""
+    plain = ("--no-reset-position-ids", "--no-reset-attention-mask", "--no-eod-mask-loss")
+    saved = SimpleNamespace(config=tiny_config(*plain), folder="saved", metadata={"progress": {}})
+    monkeypatch.setattr(checkpoints, "find_checkpoint", lambda *arguments, **settings: saved)
+    evaluate = (*plain, "--skip-train", "--eval-iters", "1", "--load", "saved")
+    for other in ("--seq-length 12", "--split 0,1,0", "--seed 7"):
+        assert open_checkpoint(context_of_rank(tiny_config(*evaluate, *other.split()), 0, 1)) is saved
+    config = tiny_config(*evaluate, *line.split())
+    with pytest.raises(CheckpointError, match="changes the data"):
+        open_checkpoint(context_of_rank(config, 0, 1))
+    finetuned = replace(config, checkpoint=replace(config.checkpoint, finetune=True))
+    assert open_checkpoint(context_of_rank(finetuned, 0, 1)) is saved
+
+
 def test_a_difference_in_what_is_learned_stands_apart_from_those_that_do_not_matter(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
