@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _MAPPING_VERSION = 1  # counts changes of what a mapping holds, so that one of another version is built anew
 _SENTENCES_OF_SECONDS = 50_000_000  # a walk over so many takes seconds, which are announced
+_SENTENCES_TO_SEE = 1 << 16  # of a corpus, until one has two tokens: where none has, the rest are likely as short
 _CUTS_AT_ONCE = 1 << 16
 
 
@@ -207,8 +208,8 @@ class _BertRecipe(Recipe[SentenceSource, BertSample]):
 
     def _check_special_tokens(self, corpus: IndexedDataset) -> None:
         """Warns of sentences that a tokenizer has put between [CLS] and [SEP], as the samples are once more."""
-        sentences = (corpus.get(number) for number in range(len(corpus)) if corpus.sequence_lengths[number] > 1)
-        first = next(sentences, None)
+        long = np.flatnonzero(corpus.sequence_lengths[:_SENTENCES_TO_SEE] > 1)
+        first = corpus.get(int(long[0])) if len(long) else None
         if first is not None and (first[0], first[-1]) == (self.vocabulary.cls, self.vocabulary.sep):
             logger.warning(
                 "%s: its sentences begin with [CLS] and end with [SEP], and each sample gets its own besides; "

@@ -277,6 +277,17 @@ def test_sentences_with_special_tokens_of_their_own_are_warned_of(
     assert "begin with [CLS] and end with [SEP]" in caplog.text
 
 
+def test_only_the_first_sentences_of_a_corpus_are_searched_for_special_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where each sentence is one token, none shows how it was made, and there may be billions."""
+    monkeypatch.setattr("megatron.data.bert_dataset._SENTENCES_TO_SEE", 2)
+    for words, warned in (([], False), ([[CLS, 7, SEP]], True)):
+        prefix = write_corpus(tmp_path / f"{warned}", [[[5], *words, [6], [CLS, 5, 6, SEP]]] * 4)
+        build(tmp_path, data_path=[str(prefix)], split="1,0,0")
+        assert ("begin with [CLS] and end with [SEP]" in caplog.text) == warned
+
+
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "other", [[[5, 70000], [6, 7]]], dtype=np.int32)
     train, _, _ = build(tmp_path, data_path=[str(prefix)], split="1,0,0")
