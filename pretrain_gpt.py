@@ -26,6 +26,7 @@ def forward_step(
         batch.tokens,
         batch.position_ids,
         document_ids=batch.document_ids,
+        document_lengths=batch.document_lengths,
         labels=batch.labels,
         hidden_states=hidden_states,
         dropout=dropout,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -41,6 +42,7 @@ class GPTBatch:
             does not stop at their borders.
         sample_ids: [b] int64 position of each sample in the order of the run, counted over all data-parallel
             ranks.
+        document_lengths: of each sample the lengths of its runs of one document id, on the host on any device.
     """
 
     tokens: Tensor
@@ -49,6 +51,7 @@ class GPTBatch:
     position_ids: Tensor
     document_ids: Tensor | None
     sample_ids: Tensor
+    document_lengths: tuple[tuple[int, ...], ...] | None = None
 
     def loss_counts(self) -> dict[str, Tensor]:
         """Tokens that each loss term is a sum over; float64, which counts beyond float32's 2**24 exactly."""
@@ -102,6 +105,7 @@ class GPTCollator:
             position_ids=torch.from_numpy(positions),
             document_ids=torch.from_numpy(documents_before(ends)) if self.reset_attention_mask else None,
             sample_ids=torch.tensor(sample_ids, dtype=torch.int64),
+            document_lengths=run_lengths(ends) if self.reset_attention_mask else None,
         )
 
 
@@ -136,6 +140,13 @@ def documents_before(ends: BoolArray) -> Int64Array:
     """Number of documents that end before each position: [b, s]."""
     counts: Int64Array = np.cumsum(ends, axis=1, dtype=np.int64) - ends
     return counts
+
+
+def run_lengths(ends: BoolArray) -> tuple[tuple[int, ...], ...]:
+    """Of each sample the lengths of its documents, whole or not: of [b, s], each sums to s."""
+    length = ends.shape[1]
+    borders = [[0, *(np.flatnonzero(row[:-1]) + 1).tolist(), length] for row in ends]
+    return tuple(tuple(stop - start for start, stop in pairwise(of_row)) for of_row in borders)
 
 
 def restarting_positions(ends: BoolArray) -> Int64Array:

@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.recompute import recompute, with_input_again
 from megatron.model.causal_attention import CausalAttention, wins_by_blocks
 from megatron.model.dropout_sites import ATTENTION_WEIGHTS
 from megatron.model.init import output_std
+from megatron.model.masks import DocumentBlocks, Mask
 from megatron.model.norms import Norm
 from megatron.model.rotary import RotaryTable, apply_rotary
 
@@ -152,7 +153,7 @@ class SelfAttention(nn.Module):
         hidden_states: Tensor,
         *,
         rotary: RotaryTable | None,
-        mask: Tensor | None,
+        mask: Mask,
         dropout: DropoutStream | None,
         again: Callable[[], Tensor] | None = None,
         store: KeyValueStore | None = None,
@@ -161,8 +162,8 @@ class SelfAttention(nn.Module):
 
         Args:
             rotary: the table for the positions of the tokens; None without rotary positions.
-            mask: of `attention_mask`, explicit where `computes_weights` holds, or of `padding_mask`. None: each token
-                sees those before it.
+            mask: of `attention_mask`, explicit where `computes_weights` holds, of `padding_mask`, or of
+                `document_blocks`, for the fused kernels. None: each token sees those before it.
             dropout: the masks of this micro-batch; None for no dropout.
             again: computes `hidden_states` once more, in the backward: then they are not kept.
             store: of the tokens before these, and takes those of these.
@@ -195,15 +196,15 @@ class SelfAttention(nn.Module):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: DropoutStream | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: DropoutStream | None) -> Tensor:
         """Each query's mean of the values: [q, b, a/t, d] and twice [s, b, g/t, d] -> [q, b, a d/t].
 
         All tokens are queries, q = s, but for those of a `KeyValueStore`.
         """
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, a/t or g/t, q or s, d]
-        if computes_weights(self.config, dropout):
+        if isinstance(mask, DocumentBlocks):
+            context = eagerly(attention_by_blocks, query, key, value, mask)
+        elif computes_weights(self.config, dropout):
             assert mask is not None
             weights = attention_weights(query, key, mask, divisor=self.score_divisor)
             context = weighted_values(self._dropped(weights, dropout), value)
@@ -270,6 +271,16 @@ def fused_attention(
         is_causal=causal,
         enable_gqa=mask is None and groups > 1,
     )
+
+
+def attention_by_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: DocumentBlocks) -> Tensor:
+    """`fused_attention` over each block of each sample; shapes as there."""
+    samples = []
+    for lengths, masks, *rows in zip(blocks.lengths, blocks.masks, query, key, value, strict=True):
+        parts = [row.unsqueeze(0).split(lengths, dim=2) for row in rows]  # of [1, a/t or g/t, s, d]
+        contexts = [fused_attention(*part) for part in zip(*parts, masks, strict=True)]
+        samples.append(torch.cat(contexts, dim=2))  # [1, a/t, s, d]
+    return torch.cat(samples)
 
 
 def _single_query_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

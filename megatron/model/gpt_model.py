@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.config.pipeline_layout import StageLayout
 from megatron.config.transformer import TransformerConfig
@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.model.attention import KeyValueStore, computes_weights, local_heads
 from megatron.model.flops import flops_per_batch, parameter_count
 from megatron.model.language_model import LanguageModel
-from megatron.model.masks import alibi_slopes, attention_mask
+from megatron.model.masks import Mask, alibi_slopes, attention_mask, document_blocks, goes_by_blocks
 
 
 class GPTModel(LanguageModel):
@@ -50,6 +50,7 @@ class GPTModel(LanguageModel):
         position_ids: Tensor,
         *,
         document_ids: Tensor | None = None,
+        document_lengths: Sequence[Sequence[int]] | None = None,
         labels: Tensor | None = None,
         hidden_states: Tensor | None = None,
         dropout: DropoutStream | None = None,
@@ -63,6 +64,8 @@ class GPTModel(LanguageModel):
             position_ids: [b, s], for learned and rotary positions.
             document_ids: [b, s]; attention stays within runs of one number. None: all tokens are one
                 document. With a store, of the tokens in it, too, [b, store.length + s].
+            document_lengths: of each sample the lengths of these runs, on the host: with them long samples need no mask
+                of all pairs of positions.
             labels: [b, s].
             hidden_states: output of the chunk before, [s/t or s, b, h]; None in the chunk with the embedding.
             dropout: the dropout masks of this micro-batch; None for no dropout, as in evaluation.
@@ -76,16 +79,22 @@ class GPTModel(LanguageModel):
         if self.embedding is not None:
             hidden_states = self.embedding(tokens, position_ids, dropout)  # [s/t or s, b, h]
         assert hidden_states is not None, "a chunk without the embedding needs the output of the chunk before"
-        mask = attention_mask(
-            sequence_length=tokens.shape[1] + (0 if store is None else store.length),
-            num_queries=tokens.shape[1],
-            document_ids=document_ids,
-            window=self.config.window_size,
-            slopes=self.slopes,
-            explicit=computes_weights(self.config, dropout),
-            dtype=self.placement.dtype,
-            device=tokens.device,
-        )
+        length = tokens.shape[1] + (0 if store is None else store.length)
+        mask: Mask
+        by_blocks = goes_by_blocks(self.config, length, training=dropout is not None)
+        if by_blocks and document_ids is not None and document_lengths is not None:
+            mask = document_blocks(document_ids, document_lengths)
+        else:
+            mask = attention_mask(
+                sequence_length=length,
+                num_queries=tokens.shape[1],
+                document_ids=document_ids,
+                window=self.config.window_size,
+                slopes=self.slopes,
+                explicit=computes_weights(self.config, dropout),
+                dtype=self.placement.dtype,
+                device=tokens.device,
+            )
         hidden_states = self.decoder(
             hidden_states, rotary=self.rotary(position_ids), mask=mask, dropout=dropout, store=store
         )
@@ -106,16 +115,10 @@ class GPTModel(LanguageModel):
         logits = self.logits(hidden_states)  # [s, b, v_padded/t]
         return self.whole_logits(logits) if labels is None else self.token_losses(logits, labels)
 
-    def layers_to_compile(self) -> Iterable[nn.Module]:
-        """The transformer layers of this chunk: one compilation serves all, and each stays a whole for the others."""
-        return self.decoder.layers.values()
-
     def implied_parameter_count(self) -> int | None:
-        """Parameters of the whole model; None, in a subclass, for not known."""
         return parameter_count(self.config, self.vocab_size)
 
     def flops_per_sample(self, sequence_length: int) -> float | None:
-        """Floating-point operations of forward and backward over one sample; None, in a subclass, for not known."""
         return flops_per_batch(
             self.config, batch_size=1, sequence_length=sequence_length, padded_vocab_size=self.padded_vocab_size
         )

@@ -2,10 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import floor, log2
 
 import torch
 from torch import Tensor
+
+from megatron.config.transformer import TransformerConfig
+
+# Documents of fewer tokens are joined to blocks of about so many: a kernel for each would cost more than its work.
+_BLOCK = 512
+# The longest samples with one mask for all of their tokens: masks of blocks would take as much.
+LONGEST_WITH_ONE_MASK = 2 * _BLOCK
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentBlocks:
+    """Samples cut between documents, so that attention runs over each block by itself.
+
+    Memory and operations are those of the documents, up to the size of a block, and not of all pairs of positions.
+
+    Attributes:
+        lengths: of each sample the tokens of its blocks.
+        masks: of each block, [1, 1, n, n], or None for one of a single document: causal.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    masks: tuple[tuple[Tensor | None, ...], ...]
+
+
+Mask = Tensor | DocumentBlocks | None
+"""What a token sees. None: what comes before it, and itself."""
+
+
+def goes_by_blocks(config: TransformerConfig, sequence_length: int, *, training: bool) -> bool:
+    """Whether documents are attended to by blocks: where a mask of all pairs would be large, and nothing else asks for
+    it or for the weights themselves."""
+    plain = config.window_size is None and config.position_embedding_type != "alibi"
+    fused = not config.computes_attention_weights(training=training) and not (training and config.attention_dropout > 0)
+    return sequence_length > LONGEST_WITH_ONE_MASK and plain and fused
+
+
+def document_blocks(document_ids: Tensor, document_lengths: Sequence[Sequence[int]]) -> DocumentBlocks:
+    """Blocks of whole documents.
+
+    Args:
+        document_ids: [b, s].
+        document_lengths: of each sample the lengths of its runs of one number, on the host, which waits for no device.
+    """
+    lengths, masks = [], []
+    for ids, documents in zip(document_ids, document_lengths, strict=True):
+        blocks = _blocks(documents)
+        sizes = [sum(block) for block in blocks]
+        lengths.append(tuple(sizes))
+        masks.append(
+            tuple(
+                None if len(block) == 1 else _causal_within(of_block)
+                for block, of_block in zip(blocks, ids.split(sizes), strict=True)
+            )
+        )
+    return DocumentBlocks(lengths=tuple(lengths), masks=tuple(masks))
+
+
+def _blocks(documents: Sequence[int]) -> list[list[int]]:
+    """Lengths of documents by blocks: a long one by itself, short ones together."""
+    blocks: list[list[int]] = []
+    for length in documents:
+        if blocks and length < _BLOCK and sum(blocks[-1]) < _BLOCK:
+            blocks[-1].append(length)
+        else:
+            blocks.append([length])
+    return blocks
+
+
+def _causal_within(ids: Tensor) -> Tensor:
+    """Of [n] numbers of documents, which pairs may attend: [1, 1, n, n]."""
+    return (ids[:, None] == ids).tril_()[None, None]
 
 
 def attention_mask(

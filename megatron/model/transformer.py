@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.random import DropoutStream, HiddenDropout
 from megatron.core.tensor_parallel.recompute import computed_again, recompute
 from megatron.model.attention import KeyValueStore, SelfAttention
 from megatron.model.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
+from megatron.model.masks import Mask
 from megatron.model.mlp import MLP
 from megatron.model.norms import Norm, hidden_norm
 from megatron.model.rotary import RotaryTable
@@ -55,7 +56,7 @@ class TransformerLayer(nn.Module):
         hidden_states: Tensor,
         *,
         rotary: RotaryTable | None,
-        mask: Tensor | None,
+        mask: Mask,
         dropout: DropoutStream | None,
         store: KeyValueStore | None = None,
     ) -> Tensor:
@@ -107,7 +108,7 @@ class TransformerBlock(nn.Module):
         hidden_states: Tensor,
         *,
         rotary: RotaryTable | None,
-        mask: Tensor | None,
+        mask: Mask,
         dropout: DropoutStream | None,
         store: KeyValueStore | None = None,
     ) -> Tensor:
@@ -128,7 +129,7 @@ class TransformerBlock(nn.Module):
         hidden_states: Tensor,
         *,
         rotary: RotaryTable | None,
-        mask: Tensor | None,
+        mask: Mask,
         dropout: DropoutStream | None,
         store: KeyValueStore | None = None,
     ) -> Tensor:

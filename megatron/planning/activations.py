@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 from megatron.config.megatron_config import MegatronConfig
 from megatron.config.pipeline_layout import StageLayout
+from megatron.model.masks import LONGEST_WITH_ONE_MASK, goes_by_blocks
 
 # Of an index or a token number, and of a number in fp32.
 _INDEX, _FLOAT = 8, 4
@@ -116,7 +117,8 @@ def _mask_positions(config: MegatronConfig) -> int:
     if config.bert is not None:  # which keys are padding
         return length * config.training.micro_batch_size
     if config.data.reset_attention_mask:
-        return length**2 * config.training.micro_batch_size
+        widest = LONGEST_WITH_ONE_MASK if goes_by_blocks(config.model, length, training=True) else length
+        return length * widest * config.training.micro_batch_size
     return length**2 if window is not None and 0 <= window[0] < length - 1 else 0
 
 

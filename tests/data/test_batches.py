@@ -106,3 +106,15 @@ def test_counts_of_large_batches_are_exact() -> None:
     batch = collate([1, 2], seq_length=1, eod=0)
     count = batch.loss_counts()["lm loss"]
     assert (count * (2**24 + 1)).item() == 2**24 + 1
+
+
+def test_the_lengths_of_documents_say_what_their_ids_do() -> None:
+    """Padding belongs to the last one; an end at the very end of a sample begins nothing."""
+    collate = GPTCollator(seq_length=6, eod=0, reset_attention_mask=True)
+    samples = [np.array(ids) for ids in ([1, 0, 2, 3, 0, 4, 5], [1, 2, 3, 4, 5, 0, 7], [0, 0, 1], [1, 2])]
+    batch = collate(samples, range(4))
+    assert batch.document_lengths == ((2, 3, 1), (6,), (1, 1, 4), (6,))
+    assert batch.document_ids is not None
+    for ids, lengths in zip(batch.document_ids, batch.document_lengths):
+        assert ids.unique_consecutive(return_counts=True)[1].tolist() == list(lengths)
+    assert GPTCollator(seq_length=6, eod=0)(samples, range(4)).document_lengths is None

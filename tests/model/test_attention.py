@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,8 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.comm_group import CommGroup
 from megatron.core.shard import Piece
 from megatron.core.tensor_parallel.random import DropoutStream
-from megatron.model.attention import attention_weights, fused_attention, local_heads, weighted_values
-from megatron.model.masks import alibi_slopes, attention_mask
+from megatron.model.attention import (
+    attention_by_blocks,
+    attention_weights,
+    fused_attention,
+    local_heads,
+    weighted_values,
+)
+from megatron.model.masks import alibi_slopes, attention_mask, document_blocks
 from tests.helpers.numerics import assert_all_parity, assert_bitwise, assert_parity
 from tests.helpers.operations import RecordedOperations
 from tests.model.tiny import ARCHITECTURES, SEQUENCE, VOCAB, batch, build, jitter, tiny_config
@@ -84,6 +91,81 @@ def test_documents_in_one_sequence_are_as_if_each_were_alone(positions: str, win
         part = (slice(row, row + 1), slice(start, stop))
         alone = model(tokens[part], position_ids[part], labels=labels[part])
         assert_parity(together[part], alone, f"sample {row}, tokens {start} to {stop}")
+
+
+LENGTHS = ((7, 9, 8), (20, 4))
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of some ten tokens, also in short samples."""
+    monkeypatch.setattr("megatron.model.masks._BLOCK", 10)
+    monkeypatch.setattr("megatron.model.masks.LONGEST_WITH_ONE_MASK", 8)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_attention_by_blocks_of_documents_is_that_with_one_mask(
+    architecture: str, recompute: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    changes = {"attention_dropout": 0.0, **ARCHITECTURES[architecture], **(again if recompute else {})}
+    model = build(tiny_config(**changes))
+    jitter(model)
+    tokens, position_ids, labels = batch()
+    blocks = document_blocks(DOCUMENTS, LENGTHS)
+    assert blocks.lengths == ((16, 8), (20, 4))
+    assert [[of_block is None for of_block in row] for row in blocks.masks] == [[False, True], [True, True]]
+
+    def run(**lengths: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        losses = model(tokens, position_ids, document_ids=DOCUMENTS, labels=labels, dropout=stream(2), **lengths)
+        return losses, torch.autograd.grad((losses * torch.linspace(1, 2, SEQUENCE)).sum(), list(model.parameters()))
+
+    losses, gradients = run()
+    monkeypatch.setattr("megatron.model.gpt_model.attention_mask", None)
+    by_blocks, gradients_by_blocks = run(document_lengths=LENGTHS)
+    assert_parity(by_blocks, losses, "losses")
+    for (name, _), mine, other in zip(model.named_parameters(), gradients_by_blocks, gradients, strict=True):
+        assert_parity(mine, other, name)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"attention_dropout": 0.1}, {"position_embedding_type": "alibi"}, {"window_size": (5, 0)}]
+)
+@pytest.mark.usefixtures("small_blocks")
+def test_what_needs_a_mask_of_all_pairs_keeps_it(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.model.gpt_model.document_blocks", None)
+    model = build(tiny_config(**({"attention_dropout": 0.0} | changes)))
+    tokens, position_ids, labels = batch()
+    settings = {"document_ids": DOCUMENTS, "document_lengths": LENGTHS, "labels": labels, "dropout": stream(2)}
+    assert model(tokens, position_ids, **settings).shape == labels.shape
+
+
+def test_blocks_hold_whole_documents_and_no_mask_is_large() -> None:
+    generator = torch.Generator().manual_seed(0)
+    documents = [*torch.randint(1, 700, (40,), generator=generator).tolist(), 5000, 3, 2000, *[1] * 1500]
+    ids = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
+    blocks = document_blocks(ids[None], [documents])
+    (lengths,), (masks,) = blocks.lengths, blocks.masks
+    assert sum(lengths) == sum(documents)
+    borders = set(torch.cumsum(torch.tensor(documents), 0).tolist())
+    assert set(torch.cumsum(torch.tensor(lengths), 0).tolist()) <= borders
+    assert {2000, 5000} < set(lengths)
+    assert all(sum(pair) >= 512 for pair in pairwise(lengths)), "no more of them than the tokens are worth"
+    assert all(of_block is None or of_block.shape == (1, 1, n, n) for n, of_block in zip(lengths, masks, strict=True))
+    assert max(of_block.shape[-1] for of_block in masks if of_block is not None) < 1024
+    assert sum(of_block.numel() for of_block in masks if of_block is not None) < 1024 * sum(documents)
+
+
+def test_a_long_sample_of_documents_makes_no_tensor_of_all_pairs() -> None:
+    length = 2048
+    inputs = [torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3)]
+    documents = [700, 100, 200, 300, 748]
+    ids = torch.repeat_interleave(torch.arange(5), torch.tensor(documents))[None]
+    with RecordedOperations() as recorded:
+        attention_by_blocks(*inputs, document_blocks(ids, [documents])).sum().backward()
+    assert max(output.numel() for output in recorded.outputs) < length**2 / 4
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
