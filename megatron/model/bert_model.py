@@ -6,7 +6,6 @@ https://arxiv.org/abs/1909.11942, section 3.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -168,16 +167,10 @@ class BertModel(LanguageModel):
         logits: Tensor = self.binary_head(self.pooler(encoded))
         return logits
 
-    def layers_to_compile(self) -> Iterable[nn.Module]:
-        """The transformer layers of this chunk: one compilation serves all, and each stays a whole for the others."""
-        return self.encoder.layers.values()
-
     def implied_parameter_count(self) -> int | None:
-        """Parameters of the whole model; None, in a subclass, for not known."""
         return parameter_count(self.config, self.vocab_size, self.bert)
 
     def flops_per_sample(self, sequence_length: int) -> float | None:
-        """Floating-point operations of forward and backward over one sample; None, in a subclass, for not known."""
         return bert_flops_per_batch(
             self.config,
             self.bert,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -18,7 +19,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel_r
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.model.embedding import LanguageModelEmbedding, embedding_init
 from megatron.model.rotary import RotaryTable, rotary_table
-from megatron.model.transformer import TransformerBlock
+from megatron.model.transformer import TransformerBlock, TransformerLayer
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
@@ -160,6 +161,20 @@ class LanguageModel(nn.Module):
             assert self.output_layer.weight is not None
             weight = self.output_layer.weight
             set_shard(weight, replace(shard_of(weight), name=WORD_EMBEDDINGS, tied=True, owned=False))
+
+    # ---- what a model says of itself ----
+
+    def layers_to_compile(self) -> Iterable[nn.Module]:
+        """The transformer layers of this chunk: one compilation serves all, and each stays a whole for the others."""
+        return [module for module in self.modules() if isinstance(module, TransformerLayer)]
+
+    def implied_parameter_count(self) -> int | None:
+        """Parameters of the whole model, over all chunks and ranks; None, in a subclass of it, for not known."""
+        raise NotImplementedError
+
+    def flops_per_sample(self, sequence_length: int) -> float | None:
+        """Floating-point operations of forward and backward of the whole model over one sample; None as above."""
+        raise NotImplementedError
 
     # ---- the forward pass ----
 
