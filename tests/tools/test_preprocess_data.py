@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -280,6 +281,23 @@ def large(path: Path, megabytes: int) -> Path:
         for number in range(20 * megabytes):
             file.write(json.dumps({"text": f"{number} " * (50_000 // len(f"{number} "))}) + "\n")
     return path
+
+
+def test_a_long_run_of_equal_bytes_is_not_decompressed_at_once(
+    tmp_path: Path, module: Callable[[str], ModuleType]
+) -> None:
+    """Four bytes of a zstd file can stand for 128 KiB: here 16 KiB for half a GiB."""
+    block = (2**17 << 3 | 1 << 1).to_bytes(3, "little") + b"a"
+    path = tmp_path / "c.txt.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd\x00\x38" + block * 4096)
+    file = module("inputs").InputFile(path=path, format="text", compression=".zst")
+    tracemalloc.start()
+    try:
+        with module("compression").opened(file) as (stream, _):
+            assert stream.read(7) == b"aaaaaaa"
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+    finally:
+        tracemalloc.stop()
 
 
 BAD_LINES = [

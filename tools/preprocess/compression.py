@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _BUFFER = 1 << 20
+# What the library is given of a zstd file at once. It returns all that comes of it: of four bytes, which can stand for
+# so many equal ones, 128 KiB.
+_STEP = 1 << 10
 # Of `zstd --long=31`, the most that the format has.
 _LARGEST_WINDOW = 1 << 31
 
@@ -51,7 +54,7 @@ class _ZstdReader(io.RawIOBase):
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._frame: zstandard.ZstdDecompressionObj | None = None
-        self._input = b""
+        self._input = memoryview(b"")
         self._output = memoryview(b"")
 
     def readable(self) -> bool:
@@ -61,17 +64,20 @@ class _ZstdReader(io.RawIOBase):
         target = memoryview(buffer)
         while not self._output:
             if not self._input:
-                self._input = self._file.read(_BUFFER)
+                self._input = memoryview(self._file.read(_BUFFER))
             if not self._input:
                 if self._frame is not None:
                     raise EOFError("it ends within a frame")
                 return 0
             if self._frame is None:
                 self._frame = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
-            self._output = memoryview(self._frame.decompress(self._input))
-            self._input = b""
+            step = self._input[:_STEP]
+            self._output = memoryview(self._frame.decompress(step))
+            used = len(step)
             if self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
+                used -= len(self._frame.unused_data)
+                self._frame = None
+            self._input = self._input[used:]
         count = min(len(target), len(self._output))
         target[:count] = self._output[:count]
         self._output = self._output[count:]
