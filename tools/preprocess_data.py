@@ -24,7 +24,7 @@ from command_line import Parser, at_least, elapsed, progress, run_tool, say, siz
 from preprocess.encoder import Encoder
 from preprocess.fast_tokenizer import Fastokens, fast_tokenizer
 from preprocess.inputs import ENDINGS, find_inputs
-from preprocess.shards import LOCK, Shard, ShardRecord, finished, is_of_shard, plan_shards
+from preprocess.shards import LOCK, ShardRecord, finished, is_of_shard, left_out, plan_shards
 from preprocess.workers import Job, make_shards
 from text_tools import Work, prepare_output
 from tokenizer_flags import add_tokenizer_flags, named_tokenizer
@@ -129,7 +129,7 @@ def main() -> None:
             shutil.rmtree(folder)
             raise UserError(nothing)
         _join(job, prefixes)
-        bad = _list_bad_records(Path(f"{arguments.output_prefix}_bad_records.tsv"), shards, records)
+        bad = _list_bad_records(Path(f"{arguments.output_prefix}_bad_records.tsv"), job, records)
         documents = sum(record.documents for record in records)
         tokens = [sum(record.tokens[key] for record in records) for key in range(len(keys))]
         work.finish(inputs_digest, documents=documents, tokens=dict(zip(keys, tokens)), bad_records=bad)
@@ -219,23 +219,25 @@ def _nothing(records: Sequence[ShardRecord], keys: Sequence[str], inputs: Sequen
     return f"{named}: holds no text under {empty[0]!r}, all of its values are empty" if empty else ""
 
 
-def _list_bad_records(path: Path, shards: Sequence[Shard], records: Sequence[ShardRecord]) -> int:
-    """Write which records were left out and why; no file where there are none."""
-    lines = []
-    rows_before: Counter[Path] = Counter()
-    for shard, record in zip(shards, records):
-        bad_of = {index: list(bads) for index, bads in groupby(record.bad, key=lambda bad: bad.piece)}
-        for index, piece in enumerate(shard.pieces):
-            file = piece.file.path
-            lines += [f"{file}\t{rows_before[file] + bad.number}\t{bad.problem}\n" for bad in bad_of.get(index, ())]
-            rows_before[file] += record.rows[index]
-    if not lines:
+def _list_bad_records(path: Path, job: Job, records: Sequence[ShardRecord]) -> int:
+    """Write which records were left out and why, a shard at a time; no file where there are none."""
+    total = sum(record.bad for record in records)
+    if not total:
         path.unlink(missing_ok=True)
         return 0
+    rows_before: Counter[Path] = Counter()
     with whole_file(path) as output:
-        output.write("".join(lines).encode(errors="surrogateescape"))  # names of files need not be UTF-8
-    say(f"{path}: {counted(len(lines), 'bad record')} left out")
-    return len(lines)
+        for shard, record in zip(job.shards, records):
+            bads = left_out(shard, job.folder) if record.bad else []
+            bad_of = {index: list(group) for index, group in groupby(bads, key=lambda bad: bad.piece)}
+            for index, piece in enumerate(shard.pieces):
+                file = piece.file.path
+                for bad in bad_of.get(index, ()):
+                    line = f"{file}\t{rows_before[file] + bad.number}\t{bad.problem}\n"
+                    output.write(line.encode(errors="surrogateescape"))  # names of files need not be UTF-8
+                rows_before[file] += record.rows[index]
+    say(f"{path}: {counted(total, 'bad record')} left out")
+    return total
 
 
 if __name__ == "__main__":

@@ -333,6 +333,28 @@ def test_a_run_that_keeps_going_lists_each_bad_record_and_loses_no_other(tmp_pat
         assert all(document == ids for document in dataset)
 
 
+def test_bad_records_are_read_a_shard_at_a_time(tmp_path: Path, module: Callable[[str], ModuleType]) -> None:
+    """All of an input may be bad: what comes of a shard says how many there were, and its file says which."""
+    shards, encoder = module("shards"), module("encoder").Encoder(keys=["text"], eod=None, split=None)
+    file = module("inputs").InputFile(path=tmp_path / "c.jsonl", format="lines", compression="")
+    file.path.write_bytes(b'{"text": "good"}\n' + b"{\n" * 20)
+    (shard,) = shards.plan_shards([file], [])
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    made = shards.make_shard(
+        shard,
+        folder,
+        encoder,
+        lambda texts: (np.arange(len(texts)), np.ones(len(texts), np.int64)),
+        dtype=np.dtype(np.uint16),
+        keep_going=True,
+        made=lambda *counts: None,
+    )
+    assert made == shards.finished(shard, folder)
+    assert made.bad == 20
+    assert [(bad.piece, bad.number) for bad in shards.left_out(shard, folder)] == [(0, 2 + line) for line in range(20)]
+
+
 def test_texts_that_the_tokenizer_refuses_are_bad_records(tmp_path: Path) -> None:
     texts = ["1 2", "x", "3", "99"]
     source = write_lines(tmp_path / "c.jsonl", [{"text": text} for text in texts])

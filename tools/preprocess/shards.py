@@ -74,12 +74,13 @@ class ShardRecord:
     Attributes:
         tokens: of each key.
         rows: lines or rows of each piece.
+        bad: records that were left out; `left_out` reads them.
     """
 
     documents: int
     tokens: list[int]
     rows: list[int]
-    bad: list[Bad]
+    bad: int
 
 
 def plan_shards(files: Sequence[InputFile], settings: object) -> list[Shard]:
@@ -113,12 +114,17 @@ def finished(shard: Shard, folder: Path) -> ShardRecord | None:
     """What a shard came to that is there already, None when it is not, or is damaged."""
     try:
         values = json.loads(_record_path(shard, folder).read_text())
-        record = ShardRecord(**{**values, "bad": [Bad(*bad) for bad in values["bad"]]})
+        record = ShardRecord(**{**values, "bad": len(values["bad"])})
         for key in range(len(record.tokens)):
             IndexedDataset(shard.prefix(folder, key))
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
     return record
+
+
+def left_out(shard: Shard, folder: Path) -> list[Bad]:
+    """The records that a finished shard has left out, in their order. They stay on the disk, as all may be bad."""
+    return [Bad(*bad) for bad in json.loads(_record_path(shard, folder).read_text())["bad"]]
 
 
 def make_shard(
@@ -144,7 +150,7 @@ def make_shard(
     size = documents = 0
     tokens = [0 for _ in encoder.keys]
     rows = [0 for _ in shard.pieces]
-    left_out: list[Bad] = []
+    bads: list[Bad] = []
     with ExitStack() as stack:
         writers = [
             stack.enter_context(IndexedDatasetWriter(shard.prefix(folder, key), dtype=dtype))
@@ -154,7 +160,7 @@ def make_shard(
             encoded, bad = _encode(block.records, encoder, tokenize)
             if bad and not keep_going:
                 raise BadRecord(shard, piece, *bad[0])
-            left_out += [Bad(piece, number, problem) for number, problem in bad]
+            bads += [Bad(piece, number, problem) for number, problem in bad]
             for key, (writer, parts) in enumerate(zip(writers, encoded)):
                 writer.add_documents(*parts)
                 tokens[key] += parts.ids.size
@@ -162,9 +168,9 @@ def make_shard(
             rows[piece] += block.rows
             size += block.size
             made(size, documents, sum(tokens))
-    record = ShardRecord(documents=documents, tokens=tokens, rows=rows, bad=left_out)
+    record = ShardRecord(documents=documents, tokens=tokens, rows=rows, bad=len(bads))
     with whole_file(_record_path(shard, folder)) as file:
-        file.write(json.dumps(asdict(record)).encode())
+        file.write(json.dumps({**asdict(record), "bad": bads}).encode())
     return record
 
 
