@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 
 import numpy as np
 
 from megatron.config.data import DataConfig
-from megatron.config.options import flag_name
 from megatron.config.pipeline_layout import StageLayout
 from megatron.config.problems import UserError
 from megatron.core.tensor_parallel.placement import Placement
@@ -51,17 +49,13 @@ def gpt_datasets(context: MegatronContext, vocabulary: Vocabulary, counts: Sampl
         eod=tokenizer.eod,
     )
 
-    def moved(dataset: SampleDataset[TokenArray] | None, split: str) -> SampleDataset[TokenArray] | None:
-        if mover is None or dataset is None:
-            return dataset
-        return FillInTheMiddleDataset(dataset, mover, seed=seed, split=split)
+    def moved(dataset: SampleDataset[TokenArray], split: str) -> SampleDataset[TokenArray]:
+        return dataset if mover is None else FillInTheMiddleDataset(dataset, mover, seed=seed, split=split)
 
     return Datasets(
-        train=moved(train, "train"),
-        valid={name: moved(each, f"valid {name}") for name, each in valid.items()}
-        if isinstance(valid, Mapping)
-        else moved(valid, "valid"),
-        test=moved(test, "test"),
+        train=None if train is None else moved(train, "train"),
+        valid={name: moved(dataset, name) for name, dataset in valid.items()},
+        test=None if test is None else moved(test, "test"),
         sources=token_sources(train),
         blank=np.empty(0, dtype=np.int64),
         collate=GPTCollator(
@@ -87,13 +81,12 @@ def middle_mover(data: DataConfig, tokenizer: Tokenizer) -> MiddleMover:
             "own to each of them; --tokenizer-hf-no-include-special-tokens leaves them out"
         )
 
-    def of(field: str) -> int:
-        token = getattr(data, field)
+    def of(flag: str, token: str) -> int:
         found = tokenizer.token_id(token)
         if found is None:
             raise UserError(
-                f"{flag_name(field)} {token}: the vocabulary of --tokenizer-type {tokenizer.name} has no such token, "
-                f"and --fim-data needs it; {flag_name(field)} says what it is called there"
+                f"{flag} {token}: the vocabulary of --tokenizer-type {tokenizer.name} has no such token, and --fim-data "
+                f"needs it; {flag} says what it is called there"
             )
         return found
 
@@ -102,12 +95,12 @@ def middle_mover(data: DataConfig, tokenizer: Tokenizer) -> MiddleMover:
         spm_rate=data.fim_spm_rate,
         fragment_rate=data.fim_fragment_rate,
         no_prefix=data.fim_no_prefix,
-        prefix=of("fim_prefix_token"),
-        middle=of("fim_middle_token"),
-        suffix=of("fim_suffix_token"),
-        pad=of("fim_pad_token"),
-        eod=tokenizer.eod if data.fim_eod_token is None else of("fim_eod_token"),
-        split=None if data.fim_split_sample is None else of("fim_split_sample"),
+        prefix=of("--fim-prefix-token", data.fim_prefix_token),
+        middle=of("--fim-middle-token", data.fim_middle_token),
+        suffix=of("--fim-suffix-token", data.fim_suffix_token),
+        pad=of("--fim-pad-token", data.fim_pad_token),
+        eod=tokenizer.eod if data.fim_eod_token is None else of("--fim-eod-token", data.fim_eod_token),
+        split=None if data.fim_split_sample is None else of("--fim-split-sample", data.fim_split_sample),
         encode=tokenizer.encode,
         decode=tokenizer.decode,
     )
