@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import numpy as np
 
 from megatron.config.data import DataConfig
@@ -85,8 +84,8 @@ def middle_mover(data: DataConfig, tokenizer: Tokenizer) -> MiddleMover:
         found = tokenizer.token_id(token)
         if found is None:
             raise UserError(
-                f"{flag} {token}: the vocabulary of --tokenizer-type {tokenizer.name} has no such token, and --fim-data "
-                f"needs it; {flag} says what it is called there"
+                f"{flag} {token}: the vocabulary of --tokenizer-type {tokenizer.name} has no such token, and "
+                f"--fim-data needs it; {flag} says what it is called there"
             )
         return found
 
