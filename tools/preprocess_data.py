@@ -24,7 +24,7 @@ from command_line import Parser, at_least, elapsed, progress, run_tool, say, siz
 from preprocess.encoder import Encoder
 from preprocess.fast_tokenizer import Fastokens, fast_tokenizer
 from preprocess.inputs import ENDINGS, find_inputs
-from preprocess.shards import LOCK, ShardRecord, finished, is_of_shard, left_out, plan_shards
+from preprocess.shards import LOCK, Shard, ShardRecord, finished, holds_no_others, is_of_shard, left_out, plan_shards
 from preprocess.workers import Job, make_shards
 from text_tools import Work, prepare_output
 from tokenizer_flags import add_tokenizer_flags, named_tokenizer
@@ -110,11 +110,14 @@ def main() -> None:
         inputs=[file.path for file in files],
         outputs=outputs,
     )
+    folder = Path(f"{arguments.output_prefix}.shards")
     if work.skip():
+        if folder.is_dir():
+            _remove_leftovers(folder, plan_shards(files, [TOOL, settings]))
         return
     inputs_digest = work.inputs_digest()
     shards = plan_shards(files, [TOOL, settings])
-    with shard_folder(Path(f"{arguments.output_prefix}.shards")) as folder:
+    with shard_folder(folder):
         job = Job(
             shards=shards,
             folder=folder,
@@ -142,8 +145,21 @@ def main() -> None:
     say(f"{size_of(size)} in {elapsed(started)}: {rates}")
 
 
+def _remove_leftovers(folder: Path, shards: Sequence[Shard]) -> None:
+    """Remove what a run has left that was killed when its dataset was whole; shards of others are left to them."""
+    try:
+        lock = try_lock(folder / LOCK)
+    except OSError:  # it can not be written, has no locks, or is gone by now
+        return
+    if lock is not None:
+        with lock:
+            if holds_no_others(folder, shards):
+                shutil.rmtree(folder)
+                say(f"{folder}: removed, as the dataset is whole")
+
+
 @contextmanager
-def shard_folder(folder: Path) -> Iterator[Path]:
+def shard_folder(folder: Path) -> Iterator[None]:
     """The folder of a run, locked; one that ends early leaves it where a shard in it is finished.
 
     Raises:
@@ -155,7 +171,7 @@ def shard_folder(folder: Path) -> Iterator[Path]:
         )
     with _lock(folder / LOCK):
         try:
-            yield folder
+            yield
         finally:
             if any(folder.glob("*.done")):
                 say(f"{folder}: finished shards are kept there; the same command goes on from them")

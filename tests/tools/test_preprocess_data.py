@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import zstandard
 
 from tests.helpers.datasets import documents, same_files, sequences, write_lines
 from tests.helpers.tokenizer_files import BERT_VOCABULARY, FIXTURES, gpt2_merge_file, gpt2_vocab_file
-from tests.helpers.tools import ROOT, Arguments, command, names, run
+from tests.helpers.tools import ROOT, Arguments, command, names, names_of_tool, run
 
 PREPROCESS = FIXTURES / "preprocess"
 CORPUS = PREPROCESS / "corpus.jsonl"
@@ -444,6 +445,33 @@ def test_a_folder_that_holds_something_else_is_not_taken_for_shards(tmp_path: Pa
     words = ["--input", source, "--output-prefix", tmp_path / "x", *BYTES]
     assert "x.shards is for shards, which are removed" in run("preprocess_data", *words, status=2)
     assert (tmp_path / "x.shards" / "thesis.txt").read_text() == "mine"
+
+
+def test_shards_that_were_left_beside_a_whole_dataset_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the same command, where the run was killed before it had; not those of a run for another key."""
+    source, shards = write_lines(tmp_path / "c.jsonl", [{"text": "a"}]), tmp_path / "x.shards"
+    main = names_of_tool("preprocess_data")["main"]
+    words: Arguments = ["--input", source, "--output-prefix", tmp_path / "x", *BYTES]
+    monkeypatch.setattr(sys, "argv", command("preprocess_data", *words)[1:])
+
+    def killed(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            main()
+    other = shards / f"{'0' * 32}-0.bin"
+    other.write_text("")
+    main()
+    assert len(names(shards)) == 4, "the three files of the shard, and the other one"
+    other.unlink()
+    main()
+    assert not shards.exists()
+    assert documents(tmp_path / "x_text_document") == [[*b"a"]]
+    assert f"{shards}: removed, as the dataset is whole" in capsys.readouterr().out
 
 
 def test_two_runs_do_not_write_one_dataset(tmp_path: Path) -> None:

@@ -199,5 +199,11 @@ def is_of_shard(path: Path) -> bool:
     return _NAMES.fullmatch(path.name) is not None
 
 
+def holds_no_others(folder: Path, shards: Sequence[Shard]) -> bool:
+    """Whether all files of a folder are of these shards."""
+    names = {shard.name for shard in shards}
+    return all(path.name == LOCK or (is_of_shard(path) and path.name[:32] in names) for path in folder.iterdir())
+
+
 def _record_path(shard: Shard, folder: Path) -> Path:
     return folder / f"{shard.name}.done"  # not .json: an input may be the folder in which this one stands
