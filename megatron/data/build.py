@@ -28,14 +28,16 @@ logger = logging.getLogger(__name__)
 Requested = int | Sequence[int] | None
 """Samples wanted of a split: a number; the sizes of its blocks, none for no dataset; None for one pass over it."""
 
+VALIDATION = "validation"  # what a validation set is called in logs, and how the name of one of several begins
+
 Source = TypeVar("Source", bound=TokenSource)
 Sample = TypeVar("Sample")
 Made = TypeVar("Made")
-ValidationData = SampleDataset[Sample] | Mapping[str, SampleDataset[Sample]] | None
-Splits = tuple[SampleDataset[Sample] | None, ValidationData[Sample], SampleDataset[Sample] | None]
+Splits = tuple[SampleDataset[Sample] | None, Mapping[str, SampleDataset[Sample]], SampleDataset[Sample] | None]
 """Training, validation, test; None for a split that has no data by choice: a share of 0, no path, or no block.
 
-Validation has several datasets, by their names, with `--multiple-validation-sets`.
+Validation is one dataset, called "validation", or several, each "validation NAME", with `--multiple-validation-sets`;
+nothing where it has no data by choice.
 """
 
 
@@ -250,9 +252,10 @@ def _build_own(
 ) -> Splits[Sample]:
     """Each split from a blend of its own, whole."""
 
-    def build(split: Split, blend: Blend | None, requested: Requested) -> ValidationData[Sample]:
+    def build(split: Split, blend: Blend | None, requested: Requested) -> dict[str, SampleDataset[Sample]]:
+        """By what each is called; of a split that is no validation the name has no meaning."""
         if blend is None or not _wanted(requested):
-            return None
+            return {}
         sources = recipe.each(recipe.open, blend.prefixes)
         elements = [range(recipe.size(source)) for source in sources]
         share = f"--{split.value}-data-path"
@@ -262,14 +265,15 @@ def _build_own(
                 lambda source, documents: recipe.dataset(source, split, documents, requested, seed, share),
                 *(sources, elements),
             )
-            return dict(zip(recipe.data.validation_sets, sets, strict=True))
+            return dict(zip((f"{VALIDATION} {name}" for name in recipe.data.validation_sets), sets, strict=True))
         if len(sources) == 1:
-            return _blocks(requested, seed, lambda n, s: recipe.dataset(sources[0], split, elements[0], n, s, share))
-        return _blocks(requested, seed, lambda n, s: recipe.blend(blend, sources, split, elements, n, s, share))
+            alone = _blocks(requested, seed, lambda n, s: recipe.dataset(sources[0], split, elements[0], n, s, share))
+        else:
+            alone = _blocks(requested, seed, lambda n, s: recipe.blend(blend, sources, split, elements, n, s, share))
+        return {VALIDATION: alone}
 
     train, valid, test = (build(*one) for one in zip(Split, own, num_samples))
-    assert not isinstance(train, Mapping) and not isinstance(test, Mapping)
-    return train, valid, test
+    return train.get(VALIDATION), valid, test.get(VALIDATION)
 
 
 def _build_shared(
@@ -292,7 +296,7 @@ def _build_shared(
         return _blocks(requested, seed, lambda n, s: recipe.blend(shared, sources, split, elements, n, s, share))
 
     train, valid, test = (build(number, *one) for number, one in enumerate(zip(Split, num_samples)))
-    return train, valid, test
+    return train, {} if valid is None else {VALIDATION: valid}, test
 
 
 def _wanted(requested: Requested) -> bool:
@@ -320,7 +324,7 @@ class _FromSource(Protocol):
         """What the samples are cut from."""
 
 
-def token_sources(*splits: ValidationData[Any]) -> tuple[TokenSource, ...]:
+def token_sources(*splits: SampleDataset[Any] | None) -> tuple[TokenSource, ...]:
     """What the splits of a run are cut from, each source once."""
     found = {source.prefix: source for split in splits for source in _sources_of(split)}
     return tuple(found.values())
@@ -328,9 +332,7 @@ def token_sources(*splits: ValidationData[Any]) -> tuple[TokenSource, ...]:
 
 def _sources_of(dataset: object) -> Iterator[TokenSource]:
     parts: Iterable[object] = ()
-    if isinstance(dataset, Mapping):
-        parts = dataset.values()
-    elif isinstance(dataset, BlendedDataset):
+    if isinstance(dataset, BlendedDataset):
         parts = dataset.datasets
     elif isinstance(dataset, BlockedDataset):
         parts = dataset.blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,8 @@ class Datasets:
 
     Attributes:
         train, valid, test: anything with `len` and `[number]`; None where there is no data by choice. With
-            `--skip-train` no training data is read. Several validation sets have names.
+            `--skip-train` no training data is read. The validation sets by what each is called in logs: "validation"
+            where there is one, "validation NAME" where there are several.
         collate: (samples, their positions in the order of the run) -> a micro-batch.
         blank: a sample that no loss is on, which fills up the last batch of `--full-validation`; None where none is.
         sources: what the training samples are cut from. A checkpoint keeps their fingerprints, and is not resumed with
@@ -48,7 +49,7 @@ class Datasets:
     """
 
     train: SampleDataset[Any] | None
-    valid: SampleDataset[Any] | Mapping[str, SampleDataset[Any]] | None
+    valid: Mapping[str, SampleDataset[Any]]
     test: SampleDataset[Any] | None
     collate: Callable[[Sequence[Any], Sequence[int]], Microbatch]
     blank: Any = None
@@ -118,22 +119,12 @@ def build_loaders(
         train = loader(datasets.train, _train_order(config, len(datasets.train)))
     return Loaders(
         train=train,
-        valid=[validation_set(dataset, split) for split, dataset in _validation_splits(datasets, counts)],
+        valid=[validation_set(dataset, split) for split, dataset in datasets.valid.items() if counts.valid != 0],
         test=None
         if datasets.test is None or counts.test == 0
         else loader(datasets.test, SequentialOrder(len(datasets.test), wrap=True, name="test")),
         sources=datasets.sources,
     )
-
-
-def _validation_splits(datasets: Datasets, counts: SampleCounts) -> Iterator[tuple[str, SampleDataset[Any]]]:
-    """Each validation set, by what its split is called."""
-    if datasets.valid is None or counts.valid == 0:
-        return
-    if isinstance(datasets.valid, Mapping):
-        yield from ((f"validation {name}", dataset) for name, dataset in datasets.valid.items())
-    else:
-        yield "validation", datasets.valid
 
 
 def _train_order(config: MegatronConfig, size: int) -> SampleOrder:

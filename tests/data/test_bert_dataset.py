@@ -47,7 +47,8 @@ def build(
 ) -> list[Any]:
     bert = bert or BertConfig(whole_word_masking=False, short_seq_prob=0.0)
     config = DataConfig(**{"seq_length": 16, "data_cache_path": str(cache / "cache"), **data})
-    return list(build_bert_datasets(config, bert, num_samples=num_samples, seed=seed, vocabulary=VOCABULARY))
+    train, valid, test = build_bert_datasets(config, bert, num_samples=num_samples, seed=seed, vocabulary=VOCABULARY)
+    return [train, valid.get("validation"), test]
 
 
 def segments(sample: BertSample) -> tuple[list[int], list[int]]:

@@ -36,7 +36,7 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def build(name: str, tmp_path: Path) -> tuple[dict[str, Any], list[BertDataset]]:
     params = json.loads((FOLDER / name / "params.json").read_text())
     config, special = params["config"], params["special_ids"]
-    datasets = build_bert_datasets(
+    train, valid, test = build_bert_datasets(
         DataConfig(
             data_path=[str(FIXTURES / "preprocess" / prefix) for prefix in config["blend"][0]],
             split=config["split"],
@@ -56,7 +56,7 @@ def build(name: str, tmp_path: Path) -> tuple[dict[str, Any], list[BertDataset]]
             size=len(WORDS), continues_word=np.array([word.startswith("##") for word in WORDS]), **special
         ),
     )
-    built = [dataset for dataset in datasets if isinstance(dataset, BertDataset)]
+    built = [dataset for dataset in (train, *valid.values(), test) if isinstance(dataset, BertDataset)]
     assert len(built) == len(SPLITS)
     return params, built
 

@@ -30,7 +30,8 @@ def build(
     **options: Any,
 ) -> list[SampleDataset | None]:
     data = DataConfig(**{"seq_length": 4, "data_cache_path": str(cache), **options})
-    return list(build_gpt_datasets(data, num_samples=num_samples, seed=seed, vocab_size=vocab_size, eod=eod))
+    train, valid, test = build_gpt_datasets(data, num_samples=num_samples, seed=seed, vocab_size=vocab_size, eod=eod)
+    return [train, valid.get("validation"), test]
 
 
 def read_all(dataset: SampleDataset | None) -> list[list[int]]:

@@ -49,7 +49,7 @@ def build(
         mid_level_dataset_surplus=config["mid_level_dataset_surplus"],
         **origin,
     )
-    datasets = build_gpt_datasets(
+    train, valid, test = build_gpt_datasets(
         data,
         num_samples=tuple(params["requested_num_samples"][split] for split in SPLITS),
         seed=config["random_seed"],
@@ -60,7 +60,7 @@ def build(
             keep_last_of_valid=not config.get("drop_last_partial_validation_sequence", True),
         ),
     )
-    return params, list(datasets)
+    return params, [train, valid.get("validation"), test]
 
 
 def stored(name: str, array: str) -> np.ndarray:

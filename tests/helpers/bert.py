@@ -67,7 +67,7 @@ def numbered_datasets(context: MegatronContext, vocabulary: Vocabulary, counts: 
         for count in (sum(counts.train), counts.valid, counts.test)
     )
     collate = BertCollator(seq_length=data.seq_length, pad=0, pairs=bert.binary_head)
-    return Datasets(train=train, valid=valid or None, test=test or None, collate=collate)
+    return Datasets(train=train, valid={"validation": valid} if valid else {}, test=test or None, collate=collate)
 
 
 def tiny_bert_config(*arguments: str, world_size: int = 1) -> MegatronConfig:

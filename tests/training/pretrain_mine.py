@@ -53,7 +53,7 @@ def collate(samples: Sequence[Tensor], positions: Sequence[int]) -> SeriesBatch:
 def my_datasets(context, vocabulary, counts) -> Datasets:  # type: ignore[no-untyped-def]
     length, period = context.config.data.seq_length, context.extra.my_period
     train, valid = (Series(length, period, samples) for samples in (sum(counts.train), counts.valid))
-    return Datasets(train=train, valid=valid, test=None, collate=collate)  # type: ignore[arg-type]
+    return Datasets(train=train, valid={"validation": valid}, test=None, collate=collate)  # type: ignore[arg-type]
 
 
 class MyModel(nn.Module):
