@@ -35,9 +35,11 @@ def files_of(config: TokenizerConfig) -> dict[str, Path]:
 
 
 def keep_files(config: TokenizerConfig, folder: Path) -> None:
-    """Write copies of a tokenizer's files to a folder, each whole or not at all; one without files needs none.
+    """Write copies of a tokenizer's files to a folder; one without files needs none.
 
-    What lay beside the files of another tokenizer is removed: this one would be read with it.
+    Each is whole or not there, but not all of them together: a start that ends in between leaves some of another
+    tokenizer, and the next start replaces them. What lay beside the files of another one is removed, as this one would
+    be read with it; the files themselves stay where they have other names, for the checkpoints that need them.
 
     Raises:
         OSError: one cannot be read, written or removed.
