@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from command_line import Parser
-from text_tools import text_of_line
+from text_tools import parse_record, text_under
 
 from megatron.config.arguments import add_to_parser
 from megatron.config.options import section_options
@@ -100,7 +100,10 @@ def texts_of(path: Path, *, flag: str) -> list[tuple[str, str]]:
     for number, line in enumerate(content_of(path, flag=flag).splitlines(), start=1):
         if line.strip():
             where = f"{path}, line {number}"
-            found.append((text_of_line(line, "text", where), where))
+            try:
+                found.append((text_under(parse_record(line), "text"), where))
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
     if not found:
         raise UserError(f'{flag} {path}: holds no text; a line is such as {{"text": "..."}}')
     return found

@@ -151,18 +151,6 @@ def prepare_output(path: Path, *, flag: str) -> None:
         raise UserError(f"{flag} {path}: its folder cannot be written")
 
 
-def text_of_line(line: bytes, key: str, where: str) -> str:
-    """The text under a key of a line of JSON lines; `where`, file and line, is said in errors.
-
-    Raises:
-        UserError: the line is no record, or has no text there.
-    """
-    try:
-        return text_under(parse_record(line), key)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-
-
 def parse_record(line: bytes) -> dict[str, Any]:
     """One line of JSON lines as an object.
 
