@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron.config.bert import BertConfig
@@ -56,6 +56,11 @@ _PLAIN = (
 _OF_BERT = {"bert_binary_head": "binary_head", "mask_prob": "mask_prob", "short_seq_prob": "short_seq_prob"}
 # Stands for a value that a field can not have.
 _MISFIT = object()
+# Families of arguments by the start of their names, and when they mean something.
+_FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    "fim_": lambda given: bool(given.get("fim_data")),
+    "tiktoken_": lambda given: given.get("tokenizer_type") == "TikTokenizer",
+}
 _TRAINING_SECTIONS = ("optimizer", "training", "data", "tokenizer")
 
 
@@ -182,13 +187,15 @@ def training_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a training's own flags, by our fields, as far as these can have them.
 
     Megatron-LM keeps what follows from other flags among them: that is left out, and with it the padded vocabulary,
-    which the tensors tell.
+    which the tensors tell. So is what it always has and only another flag gives a meaning.
     """
     given = {**arguments, "precision": "bf16" if arguments.get("bf16") else "fp16" if arguments.get("fp16") else "fp32"}
     given.pop("padded_vocab_size", None)
     if given.get("weight_decay_incr_style", "constant") == "constant":
         given.pop("start_weight_decay", None)
         given.pop("end_weight_decay", None)
+    asleep = tuple(prefix for prefix, wakes in _FAMILIES.items() if not wakes(given))
+    given = {name: value for name, value in given.items() if not name.startswith(asleep)}
     options = [option for option in all_options() if option.section in _TRAINING_SECTIONS]
     told = [option for option in options if given.get(option.field) is not None]
     values = {option.field: _fitted(option, given[option.field]) for option in told}
