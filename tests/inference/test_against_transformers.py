@@ -13,7 +13,7 @@ from megatron.inference.generation import Sampling, generate
 from megatron.inference.perplexity import score_text
 from megatron.inference.stages import ModelRanks, StagedModel
 from tests.helpers.numerics import PARITY_FP64
-from tests.model.test_against_transformers import CASES, from_gpt2, from_llama, in_float64
+from tests.model.test_against_transformers import CASES, from_gpt2, from_llama, noisy
 from tests.model.tiny import VOCAB, build, tiny_config
 
 CONTEXT = 20
@@ -24,7 +24,7 @@ def both(case: str) -> tuple[StagedModel, Any]:
     """A model of ours and one of theirs with the same weights."""
     make, changes = CASES[case]
     config = tiny_config(**changes)
-    theirs = in_float64(make()).eval()
+    theirs = noisy(make()).eval()
     ours = build(config)
     ours.load_state_dict((from_gpt2 if case.startswith("gpt2") else from_llama)(theirs.state_dict(), config))
     return StagedModel(ours, ModelRanks.single()), theirs
