@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.random import DropoutStream
 from megatron.data.batches import GPTBatch
-from megatron.model import gpt_model
+from megatron.model import language_model
 from megatron.model.rotary import RotaryTable, rotary_table
 from megatron.training.failures import NonFiniteError
 from megatron.training.pretrain import train
@@ -45,7 +45,7 @@ def numbers_below_fp64(rank: int, world_size: int, *flags: str) -> dict[str, int
         assert table.cos.dtype == table.sin.dtype == torch.float64
         return table
 
-    with seen, patch.object(gpt_model, "rotary_table", table_of):
+    with seen, patch.object(language_model, "rotary_table", table_of):
         train(run)
     assert len(recorder.steps) == 2
     assert seen.expected
