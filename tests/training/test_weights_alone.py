@@ -80,7 +80,7 @@ def test_a_training_that_does_not_say_what_its_data_was_goes_on_and_a_line_says_
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, _ = trained("--save", str(tmp_path), "--train-iters", "4", "--exit-interval", "2")
-    rewrite(tmp_path / "iter_0000002", lambda metadata: metadata.pop("data"))
+    rewrite(tmp_path / "iter_0000002", lambda metadata: metadata.pop("training_data"))
     again, _ = build("--load", str(tmp_path), "--train-iters", "4")
     assert "does not say what its data was: that this is the same is not checked" in capsys.readouterr().out
     assert again.progress == run.progress
@@ -100,9 +100,9 @@ def test_a_training_that_does_not_say_what_its_data_was_goes_on_and_a_line_says_
         ("scheduler", {}),
         ("optimizer", None),
         ("optimizer", {"rule": "adam"}),
-        ("data", {"prefix": "x"}),
-        ("data", [["x", "y"]]),
-        ("data", 7),
+        ("training_data", {"prefix": "x"}),
+        ("training_data", [["x", "y"]]),
+        ("training_data", 7),
     ],
 )
 def test_metadata_that_no_run_writes_is_an_error_that_names_what_is_wrong(
