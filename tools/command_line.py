@@ -54,9 +54,13 @@ def at_least(least: int) -> Callable[[str], int]:
     """The type of an argument that is a whole number, this one or a larger one."""
 
     def number(text: str) -> int:
-        if int(text) < least:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
+        if value < least:
             raise argparse.ArgumentTypeError(f"must be at least {least}, not {text}")
-        return int(text)
+        return value
 
     return number
 

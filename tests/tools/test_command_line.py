@@ -68,7 +68,7 @@ def test_what_looks_like_a_flag_inside_a_value_is_none() -> None:
 
 @pytest.mark.parametrize("value", ["x", "1.5"])
 def test_a_number_that_is_none_is_refused(value: str) -> None:
-    assert f"--workers: invalid int value: '{value}'" in one_line("preprocess_data", "--workers", value)
+    assert f"--workers: must be a whole number, not '{value}'" in one_line("preprocess_data", "--workers", value)
 
 
 def test_a_reader_that_has_seen_enough_ends_a_tool_without_a_word() -> None:
