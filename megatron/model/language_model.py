@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -74,7 +75,7 @@ def unit_rows(weight: Tensor) -> Tensor:
     return F.normalize(wide, dim=-1).to(weight.dtype)
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, ABC):
     """A model over tokens, or a pipeline chunk of it: as much of each part as `stage` says.
 
     A tied output head multiplies with the word embeddings themselves when they are in the same chunk. In
@@ -168,13 +169,13 @@ class LanguageModel(nn.Module):
         """The transformer layers of this chunk: one compilation serves all, and each stays a whole for the others."""
         return [module for module in self.modules() if isinstance(module, TransformerLayer)]
 
+    @abstractmethod
     def implied_parameter_count(self) -> int | None:
-        """Parameters of the whole model, over all chunks and ranks; None, in a subclass of it, for not known."""
-        raise NotImplementedError
+        """Parameters of the whole model, over all chunks and ranks; None for not known."""
 
+    @abstractmethod
     def flops_per_sample(self, sequence_length: int) -> float | None:
-        """Floating-point operations of forward and backward of the whole model over one sample; None as above."""
-        raise NotImplementedError
+        """Floating-point operations of forward and backward of the whole model over one sample; None for not known."""
 
     # ---- the forward pass ----
 

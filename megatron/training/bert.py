@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron.config.bert import BertConfig
 from megatron.config.pipeline_layout import StageLayout
 from megatron.config.problems import UserError
-from megatron.core.tensor_parallel.placement import Placement
 from megatron.data.bert_batches import BertCollator
 from megatron.data.bert_dataset import build_bert_datasets
 from megatron.data.build import token_sources
@@ -19,19 +18,13 @@ from megatron.training.setup import Vocabulary
 
 def bert_model(context: MegatronContext, stage: StageLayout, vocabulary: Vocabulary) -> BertModel:
     """The model provider."""
-    config = context.config
     return BertModel(
-        config.model,
+        context.config.model,
         _section(context),
         stage=stage,
         vocab_size=vocabulary.size,
         padded_vocab_size=vocabulary.padded_size,
-        placement=Placement(
-            group=context.state.tensor,
-            sequence_parallel=config.parallel.sequence_parallel,
-            dtype=config.optimizer.params_dtype,
-            device=context.device,
-        ),
+        placement=context.placement,
     )
 
 

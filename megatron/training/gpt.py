@@ -7,7 +7,6 @@ import numpy as np
 from megatron.config.data import DataConfig
 from megatron.config.pipeline_layout import StageLayout
 from megatron.config.problems import UserError
-from megatron.core.tensor_parallel.placement import Placement
 from megatron.data.batches import GPTCollator
 from megatron.data.build import build_gpt_datasets, token_sources
 from megatron.data.fill_in_middle import FillInTheMiddleDataset, MiddleMover
@@ -21,18 +20,12 @@ from megatron.training.setup import Vocabulary
 
 def gpt_model(context: MegatronContext, stage: StageLayout, vocabulary: Vocabulary) -> GPTModel:
     """The model provider."""
-    config = context.config
     return GPTModel(
-        config.model,
+        context.config.model,
         stage=stage,
         vocab_size=vocabulary.size,
         padded_vocab_size=vocabulary.padded_size,
-        placement=Placement(
-            group=context.state.tensor,
-            sequence_parallel=config.parallel.sequence_parallel,
-            dtype=config.optimizer.params_dtype,
-            device=context.device,
-        ),
+        placement=context.placement,
     )
 
 

@@ -38,6 +38,7 @@ from megatron.core.kernels.choice import KernelChoice, device_type, set_kernel_c
 from megatron.core.kernels.extension import describe_kernels, kernel_problems
 from megatron.core.open_files import allow_open_files
 from megatron.core.parallel_state import ParallelState
+from megatron.core.tensor_parallel.placement import Placement
 from megatron.core.tensor_parallel.random import RngStateTracker, model_parallel_rng_tracker
 from megatron.planning.memory import memory_table, predict_memory
 from megatron.tokenizer.build import build_tokenizer
@@ -87,6 +88,16 @@ class MegatronContext:
             self.config.training.seed,
             tp_rank=self.state.tensor.rank,
             pp_rank=self.state.pipeline.rank,
+            device=self.device,
+        )
+
+    @property
+    def placement(self) -> Placement:
+        """How the configuration spreads a model chunk over this rank's tensor-parallel group."""
+        return Placement(
+            group=self.state.tensor,
+            sequence_parallel=self.config.parallel.sequence_parallel,
+            dtype=self.config.optimizer.params_dtype,
             device=self.device,
         )
 
