@@ -23,7 +23,8 @@ namespace megatron {
 namespace {
 
 constexpr std::int64_t kLanes = 16;
-constexpr std::int64_t kChunk = 1 << 16;    // as many pages as lanes are written to at a time
+// Lanes are written to side by side. Were a chunk a power of two, their lines would meet in one set of the caches.
+constexpr std::int64_t kChunk = (1 << 16) + 160;
 constexpr std::int64_t kShare = 64;         // samples of a chunk for each dataset, at least: its numbers take room, too
 constexpr std::int64_t kRunUp = 1 << 10;    // samples walked before a chunk
 
