@@ -9,20 +9,15 @@ given several times; a text of two segments has [SEP] between them, and is told 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from command_line import Parser, at_least, run_tool
 from torch import Tensor
 
-from megatron.checkpointing import model_tensors
 from megatron.config.options import flag_name
-from megatron.config.pipeline_layout import pipeline_layout
 from megatron.config.problems import UserError
 from megatron.config.tokenizer import TOKENIZER_FILES
-from megatron.core.comm_group import CommGroup
-from megatron.core.tensor_parallel.placement import Placement
 from megatron.inference.load import OpenedModel, open_model
 from megatron.model.bert_model import BertModel, BertOutput
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -40,41 +35,10 @@ def main() -> None:
         parser.add_argument(flag_name(field), help="a file of the tokenizer (default: the copy in the checkpoint)")
     options = parser.read()
     files = {field: path for field in TOKENIZER_FILES if (path := getattr(options, field)) is not None}
-    opened = open_bert(options.load, step=options.ckpt_step, tokenizer_files=files)
-    model = load_bert(opened)
+    opened = open_model(options.load, step=options.ckpt_step, tokenizer_files=files)
+    model = opened.load_bert()
     for text in options.text:
         print(filled(model, opened, text, top_k=options.top_k))
-
-
-def open_bert(folder: Path, *, step: int | None, tokenizer_files: Mapping[str, str]) -> OpenedModel:
-    """What a checkpoint says of its model. Raises UserError where that is no BERT."""
-    opened = open_model(folder, step=step, tokenizer_files=tokenizer_files)
-    if opened.config.bert is None:
-        raise UserError(f"--load {folder}: holds a GPT, which fills no {MASK}; tools/generate_text.py continues texts")
-    return opened
-
-
-def load_bert(opened: OpenedModel) -> BertModel:
-    """The whole model with its weights, in this process."""
-    config = opened.config
-    assert config.bert is not None
-    rows = config.model_vocab_size(opened.tokenizer.vocab_size)
-    (stage,) = pipeline_layout(config.model, config.parallel, rows).stage(0)
-    model = BertModel(
-        config.model,
-        config.bert,
-        stage=stage,
-        vocab_size=rows,
-        padded_vocab_size=rows,
-        placement=Placement(
-            group=CommGroup.single("tensor"),
-            sequence_parallel=False,
-            dtype=config.optimizer.params_dtype,
-            device=torch.device("cpu"),
-        ),
-    )
-    opened.checkpoint.load_into(model_tensors([model]), world=CommGroup.single("world"), ignore=("optimizer.",))
-    return model.eval()
 
 
 @torch.inference_mode()

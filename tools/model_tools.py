@@ -74,7 +74,7 @@ def model_in_use(options: argparse.Namespace) -> Iterator[UsedModel]:
     with context.exiting() if state.world.size > 1 else nullcontext():
         if speaks:
             print(f"reading {opened.checkpoint.folder}", file=sys.stderr, flush=True)
-        yield UsedModel(opened=opened, staged=opened.load(ranks, context.device), speaks=speaks)
+        yield UsedModel(opened=opened, staged=opened.load_gpt(ranks, context.device), speaks=speaks)
     if dist.is_initialized():
         destroy_model_parallel()
         dist.destroy_process_group()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -21,11 +23,14 @@ from megatron.config.transformer import TransformerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.tensor_parallel.placement import Placement
 from megatron.inference.stages import ModelRanks, StagedModel
+from megatron.model.bert_model import BertModel
 from megatron.model.gpt_model import GPTModel
-from megatron.model.language_model import WORD_EMBEDDINGS
+from megatron.model.language_model import WORD_EMBEDDINGS, LanguageModel
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.kept_files import TOKENIZER_FOLDER, kept_in
 from megatron.tokenizer.tokenizer import Tokenizer
+
+Model = TypeVar("Model", bound=LanguageModel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,23 +51,39 @@ class OpenedModel:
         """Tokens that the model was trained to look back on."""
         return self.config.data.seq_length
 
-    def load(self, ranks: ModelRanks, device: torch.device) -> StagedModel:
-        """The model with its weights; a collective over the ranks that hold it.
+    def load_gpt(self, ranks: ModelRanks, device: torch.device) -> StagedModel:
+        """This rank's part of a GPT with its weights; a collective over the ranks that hold it.
 
         Raises:
             CheckpointError: the checkpoint is damaged, holds another model, or is not the same on all ranks.
             UserError: it holds a BERT.
         """
-        if self.config.task != "gpt":
+        if self.config.bert is not None:
             raise UserError(
-                f"{self.checkpoint.folder} holds a {self.config.task.upper()}, which does not continue texts; "
+                f"{self.checkpoint.folder} holds a BERT, which does not continue texts; "
                 "tools/fill_mask.py fills the masks in one"
             )
+        return StagedModel(self._load(GPTModel, ranks, device), ranks)
+
+    def load_bert(self) -> BertModel:
+        """A whole BERT with its weights, in this process.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or holds another model.
+            UserError: it holds a GPT.
+        """
+        if self.config.bert is None:
+            raise UserError(
+                f"{self.checkpoint.folder} holds a GPT, which fills no [MASK]; tools/generate_text.py continues texts"
+            )
+        return self._load(partial(BertModel, bert=self.config.bert), ModelRanks.single(), torch.device("cpu"))
+
+    def _load(self, build: Callable[..., Model], ranks: ModelRanks, device: torch.device) -> Model:
         folder = self.checkpoint.folder.parent
         checkpoint = load_checkpoint(folder, step=self.checkpoint.iteration, world=ranks.world)
         rows = self.config.model_vocab_size(self.tokenizer.vocab_size)
         (stage,) = pipeline_layout(self.config.model, self.config.parallel, rows).stage(ranks.pipeline.rank)
-        model = GPTModel(
+        model = build(
             self.config.model,
             stage=stage,
             vocab_size=rows,
@@ -75,7 +96,7 @@ class OpenedModel:
             ),
         )
         checkpoint.load_into(model_tensors([model]), world=ranks.world, ignore=("optimizer.",))
-        return StagedModel(model.eval(), ranks)
+        return model.eval()
 
 
 def open_model(

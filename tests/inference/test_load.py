@@ -16,7 +16,7 @@ from tests.training.test_train_step import state_of
 
 def test_a_training_in_16_bits_is_used_with_all_bits_of_its_weights(tmp_path: Path) -> None:
     training, _ = trained("--bf16", "--save", str(tmp_path))
-    model = open_model(tmp_path).load(ModelRanks.single(), torch.device("cpu")).part
+    model = open_model(tmp_path).load_gpt(ModelRanks.single(), torch.device("cpu")).part
     weights = state_of(training)
     for name, parameter in model.named_parameters():
         rows = shard_of(parameter).global_shape[0]  # those of the vocabulary's padding have no values

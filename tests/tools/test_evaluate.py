@@ -59,7 +59,7 @@ def test_a_text_is_scored_with_all_of_its_tokens(folder: Path, stride: int) -> N
     model = open_model(folder / "checkpoints")
     tokens = np.array(model.tokenizer.encode(TEXT))
     expected = score_text(
-        model.load(ModelRanks.single(), torch.device("cpu")),
+        model.load_gpt(ModelRanks.single(), torch.device("cpu")),
         tokens,
         after=model.tokenizer.eod,
         context_length=24,

@@ -127,7 +127,7 @@ def test_a_checkpoint_of_the_other_task_is_refused_by_the_names_of_the_programs(
     ):
         tiny_run(0, 1, "--load", str(tmp_path / "bert"))
     with pytest.raises(UserError, match=r"holds a BERT, which does not continue texts; tools/fill_mask\.py"):
-        open_model(tmp_path / "bert").load(ModelRanks.single(), torch.device("cpu"))
+        open_model(tmp_path / "bert").load_gpt(ModelRanks.single(), torch.device("cpu"))
 
 
 def test_a_tokenizer_without_the_tokens_of_bert_is_refused() -> None:
