@@ -87,7 +87,7 @@ def parse_arguments(
         rule = "are several files, and a run has one"
         raise ConfigError([Problem(flags=(CONFIG,), value=" ".join(config_files), rule=rule, works="one of them")])
     for config_file in config_files:
-        entries, problems = read_yaml(config_file, section_classes("bert"))
+        entries, problems = read_yaml(config_file, section_classes())
         if any(problem.flags == (CONFIG,) for problem in problems):
             raise ConfigError(problems)  # alone: what else is missing may stand in the file
         reader.problems += problems
@@ -133,8 +133,8 @@ def _normal(name: str) -> str:
 
 
 @functools.cache
-def _spellings(task: Task = "gpt") -> Mapping[str, _Spelling]:
-    """How each flag of a task, with dashes, sets its field."""
+def _spellings(task: Task | None = None) -> Mapping[str, _Spelling]:
+    """How each flag of a task, or any task, with dashes, sets its field."""
     table: dict[str, _Spelling] = {}
     for option in all_options(task):
         field_name = "--" + _normal(option.field)
@@ -244,7 +244,7 @@ class _Reader:
                 self._read_words_of_file(group, source)
             elif name in self.spellings:
                 self._read_value(group, self.spellings[name], source)
-            elif name in _spellings("bert"):
+            elif name in _spellings():
                 rule = f"belongs to {PROGRAMS['bert']}: GPT has nothing of the kind"
                 self._refuse_together(group.shown, " ".join(group.words), rule, f"leave it out, or {PROGRAMS['bert']}")
             elif name == FUSION_FLAG and not group.words:
@@ -276,7 +276,7 @@ class _Reader:
             rule = f"belongs to the section {option.section}, not {entry.section}"
             self._refuse((shown,), rule, option)
             return None
-        elsewhere = self.extra_options.keys() | _spellings("bert").keys() | {FUSION_FLAG}
+        elsewhere = self.extra_options.keys() | _spellings().keys() | {FUSION_FLAG}
         known = option is not None or name in elsewhere or known_flag(name) is not None
         if not known and not isinstance(entry.value, dict):
             return group  # which is refused as unknown, also where its value asks for nothing
@@ -552,7 +552,7 @@ def _unknown(group: _Group, names: Sequence[str]) -> Problem:
         rule = "stands alone: every word belongs to a flag before it"
         return Problem(flags=(repr(group.name),), rule=rule, works="--flag value; quote a value with blanks")
     name = "--" + _normal(group.name).removeprefix("--no-")
-    undone = _spellings("bert").get(name)
+    undone = _spellings().get(name)
     if undone is not None and undone.option.kind != "switch" and undone.sets == "constant":
         option = undone.option
         rule = f"is no flag: {name} is no switch, but {option.name} {undone.value}"

@@ -52,7 +52,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False)  # names of flags stay whole
 
 
-def help_text(extra: argparse.ArgumentParser, task: Task = "gpt") -> str:
+def help_text(extra: argparse.ArgumentParser, task: Task) -> str:
     """All flags in groups, the required ones first, each with its default."""
     parser = argparse.ArgumentParser(
         parents=[extra],

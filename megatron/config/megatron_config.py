@@ -333,9 +333,8 @@ class MegatronConfig:
         no field can have.
         """
         built: dict[str, Any] = {}
-        _refuse_unknown("section", saved, section_classes("bert"))
-        classes = section_classes("bert" if "bert" in saved else "gpt")
-        for section, config_class in classes.items():
+        _refuse_unknown("section", saved, section_classes())
+        for section, config_class in section_classes("bert" if "bert" in saved else "gpt").items():
             values = saved.get(section, {})
             options = {option.field: option for option in section_options(section, config_class)}
             _refuse_unknown(f"field of {section}", values, options)
@@ -390,16 +389,16 @@ def difference(saved: MegatronConfig, present: MegatronConfig) -> list[Differenc
 
 
 @functools.cache
-def section_classes(task: Task = "gpt") -> Mapping[str, type]:
-    """The class of each section that a task has, by its name."""
+def section_classes(task: Task | None = None) -> Mapping[str, type]:
+    """The class of each section that a task has, or any task where none is named, by its name."""
     classes: dict[str, type] = typing.get_type_hints(MegatronConfig)
     del classes["bert"]  # which is optional
-    return classes | ({"bert": BertConfig} if task == "bert" else {})
+    return classes if task == "gpt" else {**classes, "bert": BertConfig}
 
 
 @functools.cache
-def all_options(task: Task = "gpt") -> tuple[Option, ...]:
-    """Every option of every section that a task has, in the order of help."""
+def all_options(task: Task | None = None) -> tuple[Option, ...]:
+    """Every option of every section that a task has, or any task where none is named, in the order of help."""
     return tuple(option for name, section in section_classes(task).items() for option in section_options(name, section))
 
 
@@ -431,7 +430,7 @@ def _refuse_unknown(what: str, given: Mapping[str, Any], known: Mapping[str, Any
 
 def section_problems(section: Any) -> list[Problem]:
     """What is wrong within a section that stands alone, as in a tool; its files aside."""
-    (name,) = (name for name, section_class in section_classes("bert").items() if type(section) is section_class)
+    (name,) = (name for name, section_class in section_classes().items() if type(section) is section_class)
     allowed = _within_limits(name, section)
 
     def rules_with(option: Option, value: Any) -> list[Problem]:
@@ -447,7 +446,7 @@ _RulesWith = Callable[[Option, Any], list[Problem]]
 
 def _within_limits(name: str, section: Any) -> Any:
     """The section with the nearest allowed value in place of each one that is not allowed by itself."""
-    options = (option for option in all_options("bert") if option.section == name)
+    options = (option for option in all_options() if option.section == name)
     return dataclasses.replace(
         section, **{option.field: option.nearest(getattr(section, option.field)) for option in options}
     )
@@ -455,7 +454,7 @@ def _within_limits(name: str, section: Any) -> Any:
 
 def _value_problems(name: str, section: Any, rules_with: _RulesWith) -> Iterator[Problem]:
     """The values of a section that are not allowed by themselves."""
-    for option in (option for option in all_options("bert") if option.section == name):
+    for option in (option for option in all_options() if option.section == name):
         value = getattr(section, option.field)
         if rule := option.rule(value):
             flags = (option.name, *sorted(option.names - {option.name}))

@@ -157,7 +157,7 @@ def _tokenizer(model: PortableModel, folder: Path) -> TokenizerConfig:
 
 def _with_flags(config: MegatronConfig, flags: Mapping[str, Any]) -> MegatronConfig:
     """A configuration with the flags of the training that the model comes from, by fields."""
-    for option in all_options():
+    for option in all_options(config.task):
         if option.field in flags and option.section != "model":
             section = replace(getattr(config, option.section), **{option.field: flags[option.field]})
             config = replace(config, **{option.section: section})

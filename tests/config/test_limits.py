@@ -18,7 +18,7 @@ from megatron.config.megatron_config import all_options
 from megatron.config.options import LARGEST_WHOLE, Option
 from tests.config.conftest import Parse, Refused, command_line
 
-NUMBERS = [option for option in all_options() if option.kind in ("number", "fraction")]
+NUMBERS = [option for option in all_options("gpt") if option.kind in ("number", "fraction")]
 # Flags beside which a value is tried: other rules look at it then.
 BESIDE = [
     "",
@@ -39,7 +39,7 @@ def words_of(option: Option, value: str) -> list[str]:
 
 def lines() -> Iterator[list[str]]:
     """Command lines with each extreme value of each option."""
-    for option in all_options():
+    for option in all_options("gpt"):
         limits = [str(limit) for limit in (option.flag.at_least, option.flag.at_most) if limit is not None]
         for value in [*EXTREMES, *limits] if option.kind != "switch" else []:
             for beside in BESIDE:
