@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace megatron {
 
@@ -25,14 +26,22 @@ struct Sentences {
   std::uint32_t seed;
 };
 
-// Number of samples; 0 where an epoch has none.
-// Throws std::out_of_range for a sentence that does not exist.
-std::int64_t count_bert_samples(const Sentences& sentences);
+// A document at which samples can be begun, and what lies before it.
+struct BertMark {
+  std::int64_t document;
+  std::int64_t drawn;    // random numbers
+  std::int64_t samples;
+};
 
-// The same walk, written down and shuffled.
+// Marks at least `spacing` samples apart, the first at the first document and the last behind the last sample; two of
+// them where an epoch has none.
+// Throws std::out_of_range for a sentence that does not exist.
+std::vector<BertMark> mark_bert_samples(const Sentences& sentences, std::int64_t spacing);
+
+// The samples between the marks, written down and shuffled.
 //
-// rows[3 * num_samples]   out: first sentence, end of the sentences, length that the sample aims at
+// rows[3 * samples]   out: first sentence, end of the sentences, length that the sample aims at
 template <typename Row>
-void build_bert_mapping(const Sentences& sentences, std::int64_t num_samples, Row* rows);
+void build_bert_mapping(const Sentences& sentences, const std::vector<BertMark>& marks, std::int64_t threads, Row* rows);
 
 }  // namespace megatron

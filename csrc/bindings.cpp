@@ -10,7 +10,9 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "activation.h"
 #include "bert_mapping.h"
@@ -102,17 +104,33 @@ void define_bert_walk(py::module_& module, const char* name, Run run, const Extr
       py::arg("short_every"), py::arg("least_sentences"), py::arg("requested"), py::arg("seed"), extra_names...);
 }
 
+// Marks as Python has them: (document, numbers drawn, samples).
+using Marks = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>;
+
+Marks mark_bert_samples(const megatron::Sentences& of, std::int64_t spacing) {
+  std::vector<megatron::BertMark> marks;
+  {
+    py::gil_scoped_release unlocked;
+    marks = megatron::mark_bert_samples(of, spacing);
+  }
+  Marks found;
+  for (const auto& mark : marks) found.emplace_back(mark.document, mark.drawn, mark.samples);
+  return found;
+}
+
 template <typename Row>
 void define_bert_mapping(py::module_& module, const char* name) {
-  define_bert_walk<Array<Row>>(
+  define_bert_walk<const Marks, std::int64_t, Array<Row>>(
       module, name,
-      [](const megatron::Sentences& of, Array<Row>& rows) {
+      [](const megatron::Sentences& of, const Marks& given, std::int64_t threads, Array<Row>& rows) {
+        std::vector<megatron::BertMark> marks;
+        for (const auto& [document, drawn, samples] : given) marks.push_back({document, drawn, samples});
+        if (marks.empty() || rows.size() != 3 * marks.back().samples) throw std::invalid_argument("rows of another size");
         Row* rows_data = rows.mutable_data();
-        const auto num_samples = static_cast<std::int64_t>(rows.shape(0));
         py::gil_scoped_release unlocked;
-        megatron::build_bert_mapping(of, num_samples, rows_data);
+        megatron::build_bert_mapping(of, marks, threads, rows_data);
       },
-      py::arg("rows").noconvert());
+      py::arg("marks"), py::arg("threads"), py::arg("rows").noconvert());
 }
 
 // Address and type of a tensor, such as (tensor.data_ptr(), "float32"); (0, "") for none.
@@ -402,10 +420,7 @@ PYBIND11_MODULE(_C, module) {
                                      megatron::build_exhaustive_blend_index(sizes, num_datasets, plan, dataset_index,
                                                                             dataset_sample_index);
                                    });
-  define_bert_walk<>(module, "count_bert_samples", [](const megatron::Sentences& sentences) {
-    py::gil_scoped_release unlocked;
-    return megatron::count_bert_samples(sentences);
-  });
+  define_bert_walk<std::int64_t>(module, "mark_bert_samples", mark_bert_samples, py::arg("spacing"));
   define_bert_mapping<std::uint32_t>(module, "build_bert_mapping_uint32");
   define_bert_mapping<std::uint64_t>(module, "build_bert_mapping_uint64");
 }

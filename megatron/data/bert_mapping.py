@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.core.kernels.extension import compiled_function
-from megatron.data.index_builder import Allocate, IntArray, in_memory
+from megatron.data.index_builder import Allocate, IntArray, builder_threads, in_memory
 
 LONGEST_SENTENCE = 512
 _UINT32_MAX = np.iinfo(np.uint32).max
@@ -55,7 +55,12 @@ class SentenceWalk:
 
 
 def build_bert_mapping(
-    lengths: IntArray, documents: IntArray, walk: SentenceWalk, allocate: Allocate = in_memory
+    lengths: IntArray,
+    documents: IntArray,
+    walk: SentenceWalk,
+    allocate: Allocate = in_memory,
+    *,
+    spacing: int = 1 << 16,
 ) -> IntArray:
     """The samples in the order in which they are read.
 
@@ -63,6 +68,7 @@ def build_bert_mapping(
         lengths: [n] int32 tokens of each sentence of the file.
         documents: [d + 1] first sentence of each document, then the end of the last one.
         allocate: asked for `mapping`.
+        spacing: samples that a thread is woken for; the result is the same for any.
 
     Returns:
         [samples, 3] uint32 (uint64 where there are more sentences than it counts): first sentence, end, and the tokens
@@ -78,8 +84,8 @@ def build_bert_mapping(
         rows: IntArray = allocate("mapping", reference.shape, dtype)
         rows[:] = reference
         return rows
-    count = compiled_function("count_bert_samples", reference_cost=_REFERENCE_COST)
-    assert count is not None  # as it is of the same operation
+    mark = compiled_function("mark_bert_samples", reference_cost=_REFERENCE_COST)
+    assert mark is not None  # as it is of the same operation
     arguments = {
         "lengths": np.require(lengths, np.int32, ["C", "A"]),  # in an .idx file they are not aligned
         "documents": np.require(documents, np.int64, ["C", "A"]),
@@ -89,8 +95,10 @@ def build_bert_mapping(
         "requested": walk.at_least,
         "seed": walk.seed,
     }
-    rows = allocate("mapping", (count(**arguments), 3), dtype)
-    build(**arguments, rows=rows)
+    marks = mark(**arguments, spacing=spacing)
+    *_, samples = marks[-1]
+    rows = allocate("mapping", (samples, 3), dtype)
+    build(**arguments, marks=marks, threads=builder_threads(), rows=rows)
     return rows
 
 

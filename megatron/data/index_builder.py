@@ -213,13 +213,13 @@ def build_sample_index(
         extra_tokens=extra_tokens,
         total_tokens=total_tokens,
         num_samples=num_samples,
-        threads=_threads(),
+        threads=builder_threads(),
         boundaries=rows,
     )
     return rows
 
 
-def _threads() -> int:
+def builder_threads() -> int:
     """All cores of this process: the other processes of its node wait for the index."""
     return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
 
@@ -277,7 +277,7 @@ def build_blend_index(weights: Sequence[float], size: int, allocate: Allocate = 
     if build is None:
         index[0][:], index[1][:] = blend_index_reference(checked, size)
     else:
-        build(checked, *index, threads=_threads())
+        build(checked, *index, threads=builder_threads())
     return index
 
 
@@ -312,7 +312,7 @@ def build_exhaustive_blend_index(sizes: Sequence[int], allocate: Allocate = in_m
     if build is None:
         index[0][:], index[1][:] = exhaustive_blend_index_reference(checked)
     else:
-        build(checked, *index, threads=_threads())
+        build(checked, *index, threads=builder_threads())
     return index
 
 

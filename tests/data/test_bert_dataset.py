@@ -80,9 +80,16 @@ def usable(document: Sequence[int], pairs: bool) -> bool:
     pairs=st.booleans(),
     requested=st.sampled_from([None, 1, 30]),
     seed=st.integers(0, 2**32 - 1),
+    spacing=st.sampled_from([1, 3, 1 << 16]),
 )
 def test_over_an_epoch_every_sentence_of_a_document_that_counts_is_in_one_sample(
-    documents: Documents, sequence_length: int, short: float, pairs: bool, requested: int | None, seed: int
+    documents: Documents,
+    sequence_length: int,
+    short: float,
+    pairs: bool,
+    requested: int | None,
+    seed: int,
+    spacing: int,
 ) -> None:
     lengths = np.array([length for document in documents for length in document], dtype=np.int32)
     borders = np.cumsum([0, *map(len, documents)])
@@ -90,7 +97,7 @@ def test_over_an_epoch_every_sentence_of_a_document_that_counts_is_in_one_sample
     walk = SentenceWalk(
         sequence_length=sequence_length, short_probability=short, least_sentences=least, requested=requested, seed=seed
     )
-    rows = build_bert_mapping(lengths, borders, walk)
+    rows = build_bert_mapping(lengths, borders, walk, spacing=spacing)
     assert np.array_equal(rows, bert_mapping_reference(lengths, borders, walk))
     assert np.array_equal(rows, build_bert_mapping(lengths, borders, walk)), "a function of the seed"
     seen = Counter(sentence for first, end, _ in rows.tolist() for sentence in range(first, end))

@@ -70,7 +70,7 @@ OPERATIONS = (
             "build_sample_index_int64",
             "build_blend_index",
             "build_exhaustive_blend_index",
-            "count_bert_samples",
+            "mark_bert_samples",
             "build_bert_mapping_uint32",
             "build_bert_mapping_uint64",
         ),
