@@ -9,16 +9,21 @@ import multiprocessing
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+from megatron.config.bert import BertConfig
 from megatron.config.data import DataConfig
 from megatron.data.batches import GPTCollator
+from megatron.data.bert_batches import BertCollator
+from megatron.data.bert_dataset import build_bert_datasets
+from megatron.data.bert_mapping import SentenceWalk, build_bert_mapping
 from megatron.data.build import build_gpt_datasets
 from megatron.data.index_builder import (
     build_blend_index,
@@ -29,12 +34,15 @@ from megatron.data.index_builder import (
 )
 from megatron.data.indexed_dataset import IndexedDatasetWriter
 from megatron.data.loader import MicrobatchLoader
+from megatron.data.masked_lm import BertVocabulary
 from megatron.data.sample_dataset import SampleDataset, TokenArray
 from megatron.data.samplers import SequentialOrder
 
 SEQ_LENGTH = 2048
 MICRO_BATCH = 8
+VOCABULARY = 50_000
 Numbers = dict[str, float]
+Sample = TypeVar("Sample")
 
 
 def in_own_process(measure: Callable[[], Numbers]) -> Numbers:
@@ -88,11 +96,24 @@ def _timed(run: Callable[[], object]) -> Numbers:
 def write_corpus(prefix: Path, megabytes: float) -> None:
     """Documents of 1 to 2,000 tokens, on the disk and in no cache."""
     random = np.random.default_rng(0)
-    ids = random.integers(1, 50_000, 2**20, dtype=np.uint16)
+    ids = random.integers(1, VOCABULARY, 2**20, dtype=np.uint16)
     with IndexedDatasetWriter(prefix, dtype=np.uint16) as writer:
         for length in random.integers(1, 2000, int(megabytes * 1e6 / 2000)).tolist():
             start = int(random.integers(0, ids.size - length))
             writer.add_item(ids[start : start + length])
+            writer.end_document()
+    forget(prefix)
+
+
+def write_sentences(prefix: Path, megabytes: float) -> None:
+    """Documents of 1 to 40 sentences of 1 to 60 tokens, on the disk and in no cache."""
+    random = np.random.default_rng(0)
+    ids = random.integers(1, VOCABULARY, 2**20, dtype=np.uint16)
+    with IndexedDatasetWriter(prefix, dtype=np.uint16) as writer:
+        for sentences in random.integers(1, 41, int(megabytes * 1e6 / 1250)).tolist():
+            for length in random.integers(1, 61, sentences).tolist():
+                start = int(random.integers(0, ids.size - length))
+                writer.add_item(ids[start : start + length])
             writer.end_document()
     forget(prefix)
 
@@ -106,14 +127,45 @@ def forget(prefix: Path) -> None:
 
 def samples_of(prefix: Path, cache: Path) -> SampleDataset[TokenArray]:
     data = DataConfig(data_path=(str(prefix),), split="1", seq_length=SEQ_LENGTH, data_cache_path=str(cache))
-    train, _, _ = build_gpt_datasets(data, num_samples=(None, 0, 0), seed=1234, vocab_size=50_000, eod=0)
+    train, _, _ = build_gpt_datasets(data, num_samples=(None, 0, 0), seed=1234, vocab_size=VOCABULARY, eod=0)
     assert train is not None
     return train
 
 
-def read(prefix: Path, cache: Path, seconds: float) -> Numbers:
+def read_gpt(prefix: Path, cache: Path, seconds: float) -> Numbers:
+    """See `read`."""
+    return read(samples_of(prefix, cache), GPTCollator(seq_length=SEQ_LENGTH, eod=0), SEQ_LENGTH, prefix, seconds)
+
+
+def read_bert(prefix: Path, cache: Path, seconds: float) -> Numbers:
+    """See `read`."""
+    data = DataConfig(data_path=(str(prefix),), split="1", seq_length=512, data_cache_path=str(cache))
+    train, _, _ = build_bert_datasets(
+        data,
+        BertConfig(),
+        num_samples=(None, 0, 0),
+        seed=1234,
+        vocabulary=BertVocabulary(
+            size=VOCABULARY + 3,
+            cls=VOCABULARY,
+            sep=VOCABULARY + 1,
+            mask=VOCABULARY + 2,
+            pad=0,
+            continues_word=np.arange(VOCABULARY + 3) % 3 == 0,
+        ),
+    )
+    assert train is not None
+    return read(train, BertCollator(seq_length=512, pad=0, pairs=True), 512, prefix, seconds)
+
+
+def read(
+    dataset: SampleDataset[Sample],
+    collate: Callable[[list[Sample], Sequence[int]], object],
+    seq_length: int,
+    prefix: Path,
+    seconds: float,
+) -> Numbers:
     """Tokens that one worker reads in a second from a mapped file that is in no cache, and what its memory becomes."""
-    dataset, collate = samples_of(prefix, cache), GPTCollator(seq_length=SEQ_LENGTH, eod=0)
     own = [_own_megabytes()]
     start, cpu_start, position = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - start < seconds:
@@ -122,7 +174,7 @@ def read(prefix: Path, cache: Path, seconds: float) -> Numbers:
         position += MICRO_BATCH
         if position == 64 * MICRO_BATCH:
             own = [_own_megabytes()]
-    passed, tokens = time.perf_counter() - start, position * SEQ_LENGTH
+    passed, tokens = time.perf_counter() - start, position * seq_length
     return {
         "s": passed,
         "processor s": time.process_time() - cpu_start,
@@ -167,17 +219,32 @@ def train(prefix: Path, cache: Path, steps: int) -> Numbers:
     return {"s": passed, "of it waiting": waited, "ms a step": 1e3 * passed / steps, "ms waiting": 1e3 * waited / steps}
 
 
+def map_sentences(sentences: int, samples: int) -> Numbers:
+    """Seconds of the mapping of BERT, over as many epochs of documents of 1 to 40 sentences as the samples take."""
+    random = np.random.default_rng(0)
+    borders = np.concatenate([[0], np.cumsum(random.integers(1, 41, sentences // 20))])  # int64
+    lengths = random.integers(1, 61, int(borders[-1]), dtype=np.int32)
+    walk = SentenceWalk(sequence_length=509, short_probability=0.1, least_sentences=2, requested=samples, seed=1234)
+    return _timed(lambda: build_bert_mapping(lengths, borders, walk))
+
+
 def index_measurements(documents: int, samples: int) -> dict[str, Callable[[], Numbers]]:
     return {
         f"index of {documents:,} documents, {500 * documents:,} tokens": partial(walk, documents, 500 * documents),
         f"blend of {samples:,} samples over 8 corpora": partial(blend, samples, 8),
+        f"mapping of {2 * documents:,} sentences to {documents:,} samples of BERT": partial(
+            map_sentences, 2 * documents, documents
+        ),
     }
 
 
-def reading_measurements(folder: Path, seconds: float) -> dict[str, Callable[[], Numbers]]:
-    """On the corpus `folder/read`, of `write_corpus`."""
-    prefix, cache = folder / "read", folder / "cache"
+def reading_measurements(folder: Path, megabytes: float, seconds: float) -> dict[str, Callable[[], Numbers]]:
+    """On corpora in the folder, a GPT's of so many megabytes and a BERT's of a tenth of them."""
+    gpt, bert, cache = folder / "read", folder / "sentences", folder / "cache"
+    write_corpus(gpt, megabytes)
+    write_sentences(bert, megabytes / 10)
     return {
-        "random samples of one worker": partial(read, prefix, cache, seconds),
-        "a loader of two workers beside a step": partial(train, prefix, cache, 20),
+        "random samples of one worker": partial(read_gpt, gpt, cache, seconds),
+        "random samples of BERT of one worker": partial(read_bert, bert, cache, seconds),
+        "a loader of two workers beside a step": partial(train, gpt, cache, 20),
     }
