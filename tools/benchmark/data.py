@@ -8,9 +8,9 @@ Preprocessing: the whole command `tools/preprocess_data.py --workers 2`, from it
 program `tokenizers_loop.py` on two threads. Both make the same files of the same JSON lines, which is checked, with a
 byte-level BPE of 32,000 tokens that is trained on them first. The text is that of packages that are installed.
 
-Indices: that of 10 million documents, beside numpy's shuffles of these documents and their samples alone, the order of a
-blend of 100 million samples, and which of 20 million sentences make up 10 million samples of BERT. Reading: samples in
-random order from a mapped file that is in no cache, by one worker, and how long a training step waits for the loader.
+Indices: that of 10 million documents, beside numpy's shuffles of these documents and their samples alone, the order of
+a blend of 100 million samples, and which of 20 million sentences make up 10 million samples of BERT. Reading: samples
+in random order from a mapped file that is in no cache, by one worker, and how long a training step waits for the loader.
 
 Sides run by turns; medians are reported, and the median of the ratios within a turn. On a busy machine the processor
 time, over all processes of a side, is the one to trust.
@@ -46,9 +46,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=32_000, help="of the tokenizer (default: 32,000)")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
-    parser.add_argument(
-        "--documents", type=int, default=10_000_000, help="of the index, and samples of BERT (default: 10 million)"
-    )
+    parser.add_argument("--documents", type=int, default=10_000_000, help="of the index (default: 10 million)")
     parser.add_argument("--samples", type=int, default=100_000_000, help="of the blend (default: 100 million)")
     parser.add_argument("--corpus-megabytes", type=float, default=2000.0, help="of the file to read (default: 2000)")
     parser.add_argument("--folder", type=Path, help="on the file system to measure (default: that of temporary files)")
