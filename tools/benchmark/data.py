@@ -10,7 +10,7 @@ byte-level BPE of 32,000 tokens that is trained on them first. The text is that 
 
 Indices: that of 10 million documents, beside numpy's shuffles of these documents and their samples alone, the order of
 a blend of 100 million samples, and which of 20 million sentences make up 10 million samples of BERT. Reading: samples
-in random order from a mapped file that is in no cache, by one worker, and how long a training step waits for the loader.
+in random order from a mapped file that is in no cache, by one worker, and how long a training step waits for them.
 
 Sides run by turns; medians are reported, and the median of the ratios within a turn. On a busy machine the processor
 time, over all processes of a side, is the one to trust.
