@@ -87,10 +87,18 @@ def test_documents_in_one_sequence_are_as_if_each_were_alone(positions: str, win
     for row, start, stop in runs:
         position_ids[row, start:stop] = torch.arange(stop - start)
     together = model(tokens, position_ids, document_ids=DOCUMENTS, labels=labels)
+    total = torch.zeros((), dtype=together.dtype)
     for row, start, stop in runs:
         part = (slice(row, row + 1), slice(start, stop))
         alone = model(tokens[part], position_ids[part], labels=labels[part])
         assert_parity(together[part], alone, f"sample {row}, tokens {start} to {stop}")
+        total = total + alone.sum()
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(together.sum(), parameters)
+    for (name, _), packed, of_documents in zip(
+        model.named_parameters(), gradients, torch.autograd.grad(total, parameters), strict=True
+    ):
+        assert_parity(packed, of_documents, name)
 
 
 LENGTHS = ((7, 9, 8), (20, 4))
