@@ -21,7 +21,7 @@ from pathlib import Path
 
 from command_line import Parser, elapsed, progress, run_tool, say
 from preprocess.inputs import ENDINGS, InputFile, find_inputs
-from preprocess.records import count_before, pieces_of, read_blocks
+from preprocess.records import count_before, parts_of, pieces_of, read_blocks
 from text_tools import Work, prepare_output
 from vocabulary_trainers import (
     BPE_RESERVED,
@@ -221,7 +221,7 @@ def sample(files: Sequence[InputFile], key: str, limit: int) -> Iterator[str]:
                 for index, record in enumerate(block.records, start=1):
                     if record.problem:
                         raise UserError(f"{piece.where(count_before(piece) + record.number)}: {record.problem}")
-                    (text,) = record.texts
+                    (text,) = map(" ".join, map(parts_of, record.texts))
                     # Keep a text when what is kept lags behind its share, counted to the middle of the text.
                     position = seen + block.size * index / len(block.records)
                     size = len(text.encode())

@@ -56,6 +56,14 @@ def test_one_run_writes_megatrons_sentences_byte_for_byte(tmp_path: Path, name: 
     assert same_files(Path(f"{prefix}_text_sentence"), PREPROCESS / f"{name}_text_sentence")
 
 
+@pytest.mark.parametrize("split", [["--split-sentences"], []])
+def test_sentences_one_by_one_are_taken_as_they_are(tmp_path: Path, split: list[str]) -> None:
+    sentences = PREPROCESS / "corpus_ss.jsonl"
+    run("preprocess_data", "--input", sentences, "--output-prefix", tmp_path / "x", *split, *BERT)
+    written = tmp_path / f"x_text_{'sentence' if split else 'document'}"
+    assert same_files(written, PREPROCESS / "bert_ss_text_sentence")
+
+
 def test_sentences_are_those_of_nltk(module: Callable[[str], ModuleType]) -> None:
     split = module("sentences").SentenceSplitter(keep_newlines=False)
     texts = [json.loads(line)["text"] for line in CORPUS.read_text().splitlines()]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from megatron.config.problems import UserError
 from preprocess.fast_tokenizer import BatchTokenizer
-from preprocess.records import Record
+from preprocess.records import Record, Text, parts_of
 
 
 class Documents(NamedTuple):
@@ -23,6 +23,8 @@ class Documents(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
     """Gives a document its sequences: of each sentence its ids, or of the whole text.
+
+    Sentences that the input has one by one stay as they are.
 
     A sentence without ids is no sequence, and a document without ids has none, nor an end-of-document id: as in
     Megatron-LM.
@@ -54,17 +56,16 @@ class Encoder:
                 return f"key {key!r}: {error}"
         return ""
 
-    def _documents(self, texts: Sequence[str], tokenize: BatchTokenizer) -> Documents:
-        if self.split is None:
-            ids, lengths = tokenize(texts)
-            document_of = np.arange(len(texts))
-        else:
-            sentences = [self.split(text) for text in texts]
-            ids, lengths = tokenize([sentence for each in sentences for sentence in each])
-            document_of = np.repeat(np.arange(len(texts)), [len(each) for each in sentences])
+    def _documents(self, texts: Sequence[Text], tokenize: BatchTokenizer) -> Documents:
+        parts = [self._sequences(text) for text in texts]
+        ids, lengths = tokenize([part for each in parts for part in each])
+        document_of = np.repeat(np.arange(len(texts)), [len(each) for each in parts])
         document_of, lengths = document_of[lengths > 0], lengths[lengths > 0]
         if self.eod is not None:
             last = np.flatnonzero(np.diff(document_of, append=-1))  # the last sequence of each document that has one
             ids = np.insert(ids, np.cumsum(lengths)[last], self.eod)
             lengths[last] += 1
         return Documents(ids, lengths, np.bincount(document_of, minlength=len(texts)))
+
+    def _sequences(self, text: Text) -> list[str]:
+        return self.split(text) if self.split is not None and isinstance(text, str) else parts_of(text)

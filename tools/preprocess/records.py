@@ -13,6 +13,8 @@ from preprocess.compression import opened
 from preprocess.inputs import Format, InputFile
 
 Source = TypeVar("Source")
+Text = str | list[str]
+"""A text, or its sentences where the input has them one by one."""
 
 BLOCK_BYTES = 1 << 19
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -47,7 +49,7 @@ class Record(NamedTuple):
     """
 
     number: int
-    texts: tuple[str, ...]
+    texts: tuple[Text, ...]
     problem: str
 
 
@@ -153,15 +155,33 @@ def _read_parquet(piece: Piece, keys: Sequence[str]) -> Iterator[Block]:
 def _record(number: int, parse: Callable[[Source], dict[str, Any]], source: Source, keys: Sequence[str]) -> Record:
     try:
         record = parse(source)
-        texts = tuple(text_under(record, key) for key in keys)
+        texts = tuple(_text_of(record, key) for key in keys)
     except UserError as error:
         return Record(number, (), str(error))
     for key, text in zip(keys, texts):
         try:
-            check_text(text)
+            for part in parts_of(text):
+                check_text(part)
         except UserError as error:
             return Record(number, (), f"key {key!r}: {error}")
     return Record(number, texts, "")
+
+
+def _text_of(record: dict[str, Any], key: str) -> Text:
+    """Raises UserError: no such key, or neither a text nor sentences under it."""
+    sentences = record.get(key)
+    if not isinstance(sentences, list):
+        return text_under(record, key)
+    for number, sentence in enumerate(sentences, start=1):
+        if not isinstance(sentence, str):
+            kind = type(sentence).__name__
+            raise UserError(f"the value of {key!r} has {kind} as its sentence {number}, it must be a string")
+    return sentences
+
+
+def parts_of(text: Text) -> list[str]:
+    """The strings that it is made of."""
+    return [text] if isinstance(text, str) else text
 
 
 _READERS: dict[Format, Callable[[Piece, Sequence[str]], Iterator[Block]]] = {

@@ -19,7 +19,7 @@ from megatron.config.problems import UserError
 from megatron.tokenizer import Tokenizer
 from preprocess.encoder import Encoder
 from preprocess.fast_tokenizer import Fastokens, OneByOne, difference, telling_texts
-from preprocess.records import count_before, read_blocks
+from preprocess.records import Record, count_before, parts_of, read_blocks
 from preprocess.shards import BadRecord, Shard, ShardRecord, make_shard
 
 POLL_SECONDS = 0.2
@@ -165,11 +165,17 @@ def _difference_in_worker() -> str | None:
     for shard in _job.shards[:: -(-len(_job.shards) // TRIED_SHARDS)]:
         left = TRIED_CHARACTERS
         block = next(read_blocks(shard.pieces[0], _job.encoder.keys), None)
-        for text in (text for record in block.records for text in record.texts) if block else ():
+        for text in _strings(block.records) if block else ():
             if left > 0:
                 texts.append(text[:left])
                 left -= len(text)
     return difference(_job.fast, OneByOne(_job.tokenizer), texts)
+
+
+def _strings(records: Sequence[Record]) -> Iterator[str]:
+    for record in records:
+        for text in record.texts:
+            yield from parts_of(text)
 
 
 def _make_in_worker(index: int, use_fast: bool) -> ShardRecord:
