@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "a lone surrogate in a list": (
         "c.jsonl",
         b'{"text": ["a", "\\ud800"]}\n',
-        ", line 1: key 'text': character 1 of the text",
+        ", line 1: key 'text': character 0 of the text",
     ),
     "a lone surrogate": ("c.jsonl", b'{"text": "ab\\ud800"}\n', ", line 1: key 'text': character 2 of the text is the"),
     "a number without end": ("c.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}", ", line 1: a number with more"),
