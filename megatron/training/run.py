@@ -89,7 +89,11 @@ ForwardStep = Callable[[Any, nn.Module, Tensor | None, DropoutStream | None], Te
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything of a run on this rank. Only `progress` and `stop_reason` change while it trains."""
+    """Everything of a run on this rank. Only `progress` and `stop_reason` change while it trains.
+
+    Attributes:
+        tokenizer: its fingerprint.
+    """
 
     context: MegatronContext
     chunks: Sequence[DistributedDataParallel]
@@ -100,6 +104,7 @@ class Run:
     batch_sizes: BatchSizeSchedule
     plans: Callable[[int, bool], Plan]
     loaders: Loaders
+    tokenizer: str
     train_iters: int
     flops_per_sample: float | None
     timers: Timers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,20 @@ def test_a_training_goes_on_with_the_tokenizer_of_its_checkpoints_only(tmp_path:
         ):
             trained(*other, *more, "--override-opt_param-scheduler", copies)
     trained(*tokenizer_flags(tmp_path / "c"), *more, "--override-opt_param-scheduler")
+
+
+def test_it_goes_on_with_no_other_in_another_folder_or_without_copies(tmp_path: Path) -> None:
+    trained(*tokenizer_flags(tmp_path / "a"), "--save", str(tmp_path / "saved"), "--train-iters", "1")
+    other = tokenizer_flags(tmp_path / "b", WORDS[::-1])
+    more = ("--load", str(tmp_path / "saved"), "--train-iters", "2", "--override-opt_param-scheduler")
+    to_another = (*more, "--save", str(tmp_path / "another"))
+    with pytest.raises(CheckpointError, match=r"/b/tokenizer\.json .*trained with; .*saved/tokenizer has a copy"):
+        trained(*other, *to_another)
+    trained(*other, *to_another, "--finetune")
+    shutil.rmtree(tmp_path / "saved" / "tokenizer")
+    with pytest.raises(CheckpointError, match=r"/b/tokenizer\.json .*trained with; give that one; --finetune"):
+        trained(*other, *more)
+    trained(*tokenizer_flags(tmp_path / "c"), *more)
 
 
 def test_copies_of_another_tokenizer_are_refused_where_none_are_kept_too(tmp_path: Path) -> None:
