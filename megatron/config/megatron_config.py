@@ -19,13 +19,23 @@ from megatron.config.data import DataConfig, parse_blend
 from megatron.config.data_parallel import DataParallelConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.options import MOST_SAMPLES, Affects, Option, read_words, section_options, shown_value, spelled
+from megatron.config.options import (
+    LARGEST_WHOLE,
+    MOST_SAMPLES,
+    Affects,
+    Option,
+    read_words,
+    section_options,
+    shown_value,
+    spelled,
+)
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import pipeline_layout
 from megatron.config.problems import (
     ConfigError,
     Problem,
     UserError,
+    counted,
     divisors,
     multiples,
     near,
@@ -219,6 +229,7 @@ class MegatronConfig:
         if purpose == "training":
             found += self.data.source_problems(trains=not self.training.skip_train)
             found += self.training.horizon_problems()
+            found += _masking_problems(self)
             found += _residual_problems(self)
             found += _gather_problems(self)
             found += _length_problems(self)
@@ -518,6 +529,21 @@ def _task_problems(config: MegatronConfig) -> Iterator[Problem]:
             value=data.seq_length,
             rule=f"samples of BERT have room for [CLS] A [SEP] B [SEP], at least {_SHORTEST_PAIR} tokens",
             works=f"--seq-length {_SHORTEST_PAIR} or more",
+        )
+
+
+def _masking_problems(config: MegatronConfig) -> Iterator[Problem]:
+    if config.bert is None or config.data.seq_length < _SHORTEST_PAIR:
+        return
+    share, room = config.bert.mask_prob, config.data.seq_length - 3
+    if int(share * room) == 0:
+        longer = math.ceil(1 / share) + 3 if share * LARGEST_WHOLE > 1 else None
+        yield Problem(
+            flags=("--mask-prob", "--seq-length"),
+            value=f"{share:g} of the {counted(room, 'token')} beside [CLS] and [SEP]s",
+            rule="is less than one: no token is to be predicted, and nothing would be learned",
+            works=f"--mask-prob {math.ceil(1e4 / room) / 1e4:g} or more"
+            + (f"; --seq-length {longer} or more" if longer else ""),
         )
 
 
