@@ -10,19 +10,8 @@ mkdir -p "$folder"
 # The two ranks share two cores, so each computes with one thread. torchrun would choose the same and say so in a banner;
 # a single process would take all cores, and on a busy machine wait for its slowest thread at every token that it samples.
 export OMP_NUM_THREADS=1
-
-# One thread of each of two ranks is at work nearly all the time, most of it in the training.
-read -r load _ </proc/loadavg
-awk -v half="$half" -v load="$load" -v cores="$(nproc)" 'BEGIN {
-    minutes = (60 + 1.2 * half) / 60
-    slower = (load + 2) / cores; if (slower < 1) slower = 1
-    printf "some %.0f minutes on two free cores; %.1f of the %d here are busy: expect %.0f minutes\n", \
-        minutes, load, cores, minutes * slower
-}'
-echo "the lines of the training have an ETA of their own; what is complete is kept if it is stopped"
-
-step() { printf '\n== %s\n' "$*"; SECONDS=0; }
-took() { printf '   (%d s)\n' "$SECONDS"; }
+source tools/quickstart_steps.sh
+expect $((60 + half * 6 / 5)) # most of it in the training
 
 step "1/7 corpus: the Python standard library, as JSON lines"
 python tools/make_corpus.py --output "$folder/corpus.jsonl" --max-megabytes 32

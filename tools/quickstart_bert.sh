@@ -9,9 +9,8 @@ folder=${QUICKSTART_FOLDER:-quickstart}
 iterations=${QUICKSTART_ITERATIONS:-1500}
 mkdir -p "$folder"
 export OMP_NUM_THREADS=1 # two ranks on two cores
-
-step() { printf '\n== %s\n' "$*"; SECONDS=0; }
-took() { printf '   (%d s)\n' "$SECONDS"; }
+source tools/quickstart_steps.sh
+expect $((60 + iterations * 4 / 25)) # most of it in the training
 
 step "1/6 corpus: the docstrings of the Python standard library, as JSON lines"
 python tools/make_corpus.py --output "$folder/docstrings.jsonl" --docstrings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from math import prod
@@ -63,22 +64,39 @@ def test_directives_of_slurm_come_before_any_command() -> None:
     assert max(directives) < first_command
 
 
-def quickstart(tmp_path: Path, half: int, *, fails: str = "", status: int = 0) -> tuple[list[list[str]], str]:
-    """The calls of the quickstart over files that stand for its data, and what it printed."""
+# What the first steps of each quickstart leave.
+_DATA = {
+    "quickstart": ("tokenizer.model", "corpus_text_document.bin", "corpus_text_document.idx"),
+    "quickstart_bert": ("wordpiece-vocab.txt", "docstrings_text_sentence.bin", "docstrings_text_sentence.idx"),
+}
+
+
+def quickstart(
+    tmp_path: Path, script: str, variables: dict[str, str], *, fails: str = "", status: int = 0
+) -> tuple[list[list[str]], str]:
+    """The calls of a quickstart over files that stand for its data, and what it printed."""
     folder = tmp_path / "quickstart"
     folder.mkdir(exist_ok=True)
-    for name in ("tokenizer.model", "corpus_text_document.bin", "corpus_text_document.idx"):
+    for name in _DATA[script]:
         (folder / name).touch()
     (tmp_path / "stand-ins" / "record").unlink(missing_ok=True)
     return recorded_calls(
-        ROOT / "tools" / "quickstart.sh",
+        ROOT / "tools" / f"{script}.sh",
         [],
         tmp_path / "stand-ins",
-        {"QUICKSTART_FOLDER": str(folder), "QUICKSTART_HALF": str(half)},
+        {"QUICKSTART_FOLDER": str(folder), **variables},
         programs=["torchrun", "python"],
         fails=fails,
         status=status,
     )
+
+
+def quickstart_gpt(tmp_path: Path, half: int, *, fails: str = "", status: int = 0) -> tuple[list[list[str]], str]:
+    return quickstart(tmp_path, "quickstart", {"QUICKSTART_HALF": str(half)}, fails=fails, status=status)
+
+
+def quickstart_bert(tmp_path: Path) -> tuple[list[list[str]], str]:
+    return quickstart(tmp_path, "quickstart_bert", {})
 
 
 def trained(calls: list[list[str]]) -> Path:
@@ -97,7 +115,7 @@ def programs_of(calls: list[list[str]]) -> list[str]:
 
 @pytest.mark.parametrize("half", [1, 7, 300])
 def test_the_commands_of_the_quickstart_are_understood(tmp_path: Path, half: int) -> None:
-    calls, printed = quickstart(tmp_path, half)
+    calls, printed = quickstart_gpt(tmp_path, half)
     assert programs_of(calls).count("torchrun") == 2
     for call in calls:
         check_command(call)
@@ -118,14 +136,23 @@ def test_the_commands_of_the_quickstart_are_understood(tmp_path: Path, half: int
         check_command(words)
 
 
-def test_the_quickstart_says_at_its_start_how_long_it_takes_here(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "variable", "lengths"),
+    [("quickstart", "QUICKSTART_HALF", (200, 2000)), ("quickstart_bert", "QUICKSTART_ITERATIONS", (1500, 15000))],
+)
+def test_a_quickstart_says_at_its_start_how_long_it_takes_on_the_cores_of_this_machine(
+    tmp_path: Path, script: str, variable: str, lengths: tuple[int, int]
+) -> None:
     minutes = []
-    for half in (200, 2000):
-        _, printed = quickstart(tmp_path, half)
-        said = re.match(r"some (\d+) minutes on two free cores; .* are busy: expect (\d+) minutes\n", printed)
+    for length in lengths:
+        printed = quickstart(tmp_path, script, {variable: str(length), "OMP_NUM_THREADS": "1"})[1]
+        said = re.match(
+            r"some (\d+) minutes on two free cores; .* of the (\d+) here are busy: expect (\d+) minutes\n", printed
+        )
         assert said is not None, printed
-        free, here = map(int, said.groups())
+        free, cores, here = map(int, said.groups())
         assert free <= here
+        assert cores == len(os.sched_getaffinity(0))
         minutes.append(free)
     assert minutes == [5, 41], "in proportion to the training"
 
@@ -154,8 +181,8 @@ def test_the_steps_of_the_quickstart_are_numbered_as_the_readme_numbers_them() -
 
 
 def test_the_quickstart_skips_what_is_complete(tmp_path: Path) -> None:
-    trained(quickstart(tmp_path, 300)[0])
-    calls, printed = quickstart(tmp_path, 300)
+    trained(quickstart_gpt(tmp_path, 300)[0])
+    calls, printed = quickstart_gpt(tmp_path, 300)
     assert programs_of(calls) == ["make_corpus", "train_tokenizer", "preprocess_data", "bigram_entropy", "plot_loss"]
     assert printed.count(": skipped") == 2
     assert printed.count("\nclass Sample\n") == 1
@@ -163,17 +190,17 @@ def test_the_quickstart_skips_what_is_complete(tmp_path: Path) -> None:
 
 
 def test_the_quickstart_fails_with_a_picture_when_only_pairs_are_learned(tmp_path: Path) -> None:
-    calls, printed = quickstart(tmp_path, 300, fails="*bigram_entropy*", status=1)
+    calls, printed = quickstart_gpt(tmp_path, 300, fails="*bigram_entropy*", status=1)
     assert programs_of(calls)[-2:] == ["bigram_entropy", "plot_loss"]
     assert "Done." in printed
 
 
 @pytest.mark.parametrize("change", ["half", "tokenizer.model", "corpus_text_document.bin"])
 def test_the_quickstart_trains_anew_when_anything_differs(tmp_path: Path, change: str) -> None:
-    before = trained(quickstart(tmp_path, 300)[0])
+    before = trained(quickstart_gpt(tmp_path, 300)[0])
     if change != "half":
         (tmp_path / "quickstart" / change).write_text("other")
-    calls, _ = quickstart(tmp_path, 200 if change == "half" else 300)
+    calls, _ = quickstart_gpt(tmp_path, 200 if change == "half" else 300)
     assert programs_of(calls).count("torchrun") == 2
     assert trained(calls) != before
 
@@ -278,21 +305,6 @@ def test_what_must_pass_before_a_change_asks_the_doctor_and_shows_its_answer(
     )
     assert done.returncode == status, done.stderr
     assert doctor in done.stdout
-
-
-def quickstart_bert(tmp_path: Path) -> tuple[list[list[str]], str]:
-    folder = tmp_path / "quickstart"
-    folder.mkdir(exist_ok=True)
-    for name in ("wordpiece-vocab.txt", "docstrings_text_sentence.bin", "docstrings_text_sentence.idx"):
-        (folder / name).touch()
-    (tmp_path / "stand-ins" / "record").unlink(missing_ok=True)
-    return recorded_calls(
-        ROOT / "tools" / "quickstart_bert.sh",
-        [],
-        tmp_path / "stand-ins",
-        {"QUICKSTART_FOLDER": str(folder)},
-        programs=["torchrun", "python"],
-    )
 
 
 def test_the_commands_of_the_quickstart_of_bert_are_understood(tmp_path: Path) -> None:
