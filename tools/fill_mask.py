@@ -37,8 +37,17 @@ def main() -> None:
     files = {field: path for field in TOKENIZER_FILES if (path := getattr(options, field)) is not None}
     opened = open_model(options.load, step=options.ckpt_step, tokenizer_files=files)
     model = opened.load_bert()
+    for role, token in (("[CLS]", opened.tokenizer.cls), (SEP, opened.tokenizer.sep), (MASK, opened.tokenizer.mask)):
+        if token is None:
+            raise UserError(
+                f"--load {options.load}: its tokenizer, {opened.tokenizer.name}, has no {role}; a model that is "
+                "converted with its vocab.txt beside it has"
+            )
     for text in options.text:
-        print(filled(model, opened, text, top_k=options.top_k))
+        try:
+            print(filled(model, opened, text, top_k=options.top_k))
+        except UserError as error:
+            raise UserError(f"--text {text!r}: {error}") from None
 
 
 @torch.inference_mode()
@@ -51,7 +60,7 @@ def filled(model: BertModel, opened: OpenedModel, text: str, *, top_k: int) -> s
     tokenizer = opened.tokenizer
     tokens, types = tokens_of(text, tokenizer)  # [1, s] each
     if tokens.shape[1] > opened.context_length:
-        raise UserError(f"--text: has {tokens.shape[1]} tokens; the model was trained on up to {opened.context_length}")
+        raise UserError(f"has {tokens.shape[1]} tokens; the model was trained on up to {opened.context_length}")
     output = model(tokens, types, torch.ones_like(tokens, dtype=torch.bool))
     assert isinstance(output, BertOutput)
     masks = tokens[0] == tokenizer.mask  # [s]
@@ -72,7 +81,7 @@ def tokens_of(text: str, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
     assert tokenizer.cls is not None and tokenizer.sep is not None and tokenizer.mask is not None
     segments = text.split(SEP)
     if MASK not in text or len(segments) > 2:
-        raise UserError(f"--text {text!r}: needs a {MASK} to fill, and at most one {SEP}, between two segments")
+        raise UserError(f"needs a {MASK} to fill, and at most one {SEP}, between two segments")
     around = {tokenizer.cls, tokenizer.sep}  # which a tokenizer may put round each piece, too
     tokens, types = [tokenizer.cls], [0]
     for number, segment in enumerate(segments):

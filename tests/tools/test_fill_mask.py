@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from megatron.model.bert_model import BertModel
 from tests.helpers.tools import run
 from tests.training import runs
 from tests.training.test_bert import data, trained
+from tests.training.test_weights_alone import rewrite
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +51,10 @@ def test_masks_are_filled_with_the_likeliest_tokens(bert: tuple[Path, BertModel]
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("word5", "needs a [MASK] to fill"),
+        ("word5", "--text 'word5': needs a [MASK] to fill"),
         ("[MASK] [SEP] a [SEP] b", "at most one [SEP]"),
-        ("[MASK] " * 50, "has 52 tokens; the model was trained on up to 48"),
+        ("[MASK] " * 50, "[MASK] ': has 52 tokens; the model was trained on up to 48"),
+        ("\udcff [MASK]", "--text '\\udcff [MASK]': character 0 of the text is the lone surrogate"),
     ],
 )
 def test_a_text_that_has_nothing_to_fill_or_too_much_is_refused(
@@ -64,3 +67,12 @@ def test_a_gpt_fills_no_mask(tmp_path: Path) -> None:
     runs.trained("--train-iters", "1", "--num-layers", "1", "--save", str(tmp_path))
     said = run("fill_mask", "--load", tmp_path, "--text", "[MASK]", status=2)
     assert "holds a GPT, which fills no [MASK]; tools/generate_text.py continues texts" in said
+
+
+def test_a_model_whose_tokenizer_has_no_mask_fills_none(bert: tuple[Path, BertModel], tmp_path: Path) -> None:
+    """As one that was converted from a folder without a vocabulary."""
+    copytree(bert[0], tmp_path / "saved")
+    numbers = {"tokenizer_type": "NullTokenizer", "vocab_file": None, "vocab_size": 101}
+    rewrite(tmp_path / "saved" / "iter_0000001", lambda metadata: metadata["config"]["tokenizer"].update(numbers))
+    said = run("fill_mask", "--load", tmp_path / "saved", "--text", "[MASK] 7", status=2)
+    assert "NullTokenizer, has no [CLS]; a model that is converted with its vocab.txt beside it has" in said
