@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt csrc/CMakeLists.txt $(wildcard csrc/*.c
 	@echo "installing into $(VENV): some minutes, and up to 3 GB to download (all that pip says: $(VENV)/setup.log)"
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@set -o pipefail; $(BIN)/python -m pip install --progress-bar raw --editable '.[dev]' 2>&1 | tee $(VENV)/setup.log \
-	  | awk -f tools/dev/pip_progress.awk || { tail -n 40 $(VENV)/setup.log; exit 1; }
+	  | bash tools/dev/pip_progress.sh || { tail -n 40 $(VENV)/setup.log; exit 1; }
 	@echo "installed"
 	@touch $@
 
@@ -58,7 +58,7 @@ bench: $(STAMP)  ## measure against the alternatives, side by side
 kernels: $(STAMP)  ## rebuild the compiled extension after a change in csrc/
 	@mkdir -p build
 	@set -o pipefail; $(BIN)/python -m pip install --verbose --no-deps --editable . 2>&1 | tee build/kernels.log \
-	  | awk '/\[[0-9]+\/[0-9]+\]/ { print; fflush() }' || { tail -n 60 build/kernels.log; exit 1; }
+	  | sed -unE '/\[[0-9]+\/[0-9]+\]/p' || { tail -n 60 build/kernels.log; exit 1; }
 	@$(BIN)/python tools/doctor.py --device cpu --kernels native
 
 docs: $(STAMP)  ## check that every command and flag in the documents is right

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import subprocess
 from math import prod
 from pathlib import Path
@@ -255,6 +256,17 @@ def test_setting_up_shows_in_a_few_lines_what_is_going_on_and_all_of_the_end_of_
     assert ("error: no space left" in lines) == (status != 0)
     assert (done.returncode != 0) == (status != 0)
     assert (environment / ".installed").exists() == (status == 0)
+
+
+def test_a_step_that_takes_long_is_shown_when_it_begins() -> None:
+    """Nothing comes after it for minutes."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["bash", str(ROOT / "tools" / "dev" / "pip_progress.sh")], **pipes) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"  Building editable for megatron-pretraining (pyproject.toml): started\n")
+        process.stdin.flush()
+        shown, _, _ = select.select([process.stdout], [], [], 30)
+        assert shown and process.stdout.readline() == b"  compiling csrc\n"
 
 
 # What `make setup` of the script in .ci leaves: a Python whose doctor says what the test wants.
