@@ -773,11 +773,12 @@ def _schedule_order_problems(
     decay = total if given is None else given
     horizon = f"{decay_name} {decay}" if given is not None else f"--train-{unit} {total}"
     if warmup is not None and decay <= warmup:
+        most = "0" if decay <= 1 else f"{decay - 1} or less"
         yield Problem(
             flags=(warmup_name, decay_name, f"--train-{unit}"),
             value=warmup,
             rule=f"must be less than the length of the decay, {horizon}",
-            works=f"{warmup_name} {max(decay // 100, 0)}; {decay_name} {warmup + 1} or more",
+            works=f"{warmup_name} {most}; {decay_name} {warmup + 1} or more",
         )
         return
     warming = warmup if warmup is not None else warmup_fraction * decay

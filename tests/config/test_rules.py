@@ -284,7 +284,13 @@ REFUSED = [
         None,
         ["--lr-decay-iters 9", "--lr-decay-samples N"],
     ),
-    ("--lr-warmup-iters 100", "", None, ["--lr-warmup-iters 100", "--train-iters 100"]),
+    ("--lr-warmup-iters 100", "", None, ["--lr-warmup-iters 100", "--train-iters 100", "--lr-warmup-iters 99 or less"]),
+    (
+        "--lr-warmup-samples 640 --train-samples 160",
+        "--train-iters",
+        None,
+        ["--lr-warmup-samples 640", "--lr-warmup-samples 159 or less", "--lr-decay-samples 641 or more"],
+    ),
     ("--lr-warmup-iters 50 --lr-decay-iters 50", "", None, ["--lr-warmup-iters 50", "--lr-decay-iters 50"]),
     (
         "--lr-warmup-iters 5 --lr-warmup-fraction 0.1",
