@@ -103,6 +103,7 @@ def main() -> None:
         "keep_newlines": arguments.keep_newlines,
         "tokenizer_type": tokenizer.name,
         "tokenizer": tokenizer.fingerprint(),
+        "special_tokens": arguments.tokenizer_hf_include_special_tokens,
     }
     work = Work(
         tool=TOOL,

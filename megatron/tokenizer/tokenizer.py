@@ -72,7 +72,8 @@ class Tokenizer(Protocol):
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
 
     def fingerprint(self) -> str:
-        """Hex digest of everything the ids depend on: equal fingerprints, equal ids. Paths take no part."""
+        """Hex digest of all that ids mean: equal fingerprints, equal tokens. Neither paths take part, nor whether an
+        encoded text gets special tokens around it."""
 
 
 class WithoutSentencePairs:

@@ -59,7 +59,7 @@ class TokenizersTokenizer:
         self.mask = ids.get("mask")
         self.continues_word = self._find_continuations()
         self.include_special_tokens = include_special_tokens
-        self._fingerprint = digest(fingerprint, str(include_special_tokens))
+        self._fingerprint = fingerprint
 
     @property
     def eod(self) -> int:

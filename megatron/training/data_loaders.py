@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,10 @@ from megatron.config.megatron_config import MegatronConfig
 from megatron.config.training import TrainingConfig
 from megatron.data.blended_dataset import FilledUp, extend_blocks
 from megatron.data.loader import MicrobatchLoader
+from megatron.data.origin import origin_of
 from megatron.data.sample_dataset import SampleDataset, TokenSource
 from megatron.data.samplers import CyclicOrder, SampleOrder, SequentialOrder
+from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.training.initialize import MegatronContext
 from megatron.training.microbatches import BatchSizeSchedule
 from megatron.training.progress import Progress
@@ -92,6 +94,8 @@ def build_loaders(
     if counts.train:
         progress.train_blocks = list(counts.train)
     datasets = provider(context, vocabulary, counts)
+    for line in _other_tokenizers(datasets.sources, vocabulary.tokenizer) if state.rank == 0 else ():
+        context.say(f"warning: {line}")
 
     def loader(dataset: SampleDataset[Any], order: SampleOrder) -> Loader:
         return MicrobatchLoader(
@@ -125,6 +129,18 @@ def build_loaders(
         else loader(datasets.test, SequentialOrder(len(datasets.test), wrap=True, name="test")),
         sources=datasets.sources,
     )
+
+
+def _other_tokenizers(sources: Iterable[TokenSource], tokenizer: Tokenizer) -> Iterator[str]:
+    """A line for each source whose ids another tokenizer has made. A NullTokenizer stands for any."""
+    for source in sources if tokenizer.name != "NullTokenizer" else ():
+        origin = origin_of(source.prefix)
+        if origin is not None and origin.fingerprint != tokenizer.fingerprint():
+            other = "another " if origin.tokenizer_type == tokenizer.name else ""
+            yield (
+                f"{source.prefix} was made with {other}{origin.tokenizer_type}, and this run has --tokenizer-type "
+                f"{tokenizer.name}, for which its ids mean other tokens; give the tokenizer that it was made with"
+            )
 
 
 def _train_order(config: MegatronConfig, size: int) -> SampleOrder:

@@ -377,6 +377,13 @@ def launch_line(world_size: int, ranks_per_node: int = DEFAULT_RANKS_PER_NODE, *
     )
 
 
+class _Line(logging.Formatter):
+    """The message alone, and that it is a warning where it is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return ("warning: " if record.levelno == logging.WARNING else "") + super().format(record)
+
+
 def initialize_megatron(
     argv_or_config: Sequence[str] | MegatronConfig | None = None,
     extra_args_provider: ExtraArgsProvider | None = None,
@@ -440,7 +447,9 @@ def _initialize(
         )
     # What the rooms below say (an index is built, waited for, damaged): one voice a node. The others are silent, short
     # of an error, as they see the same files and would say the same.
-    logging.basicConfig(format="%(message)s")
+    lines = logging.StreamHandler()
+    lines.setFormatter(_Line())
+    logging.basicConfig(handlers=[lines])
     logging.getLogger("megatron").setLevel(logging.INFO if launch.local_rank == 0 else logging.ERROR)
     parallel = config.parallel
     world_size = parallel.world_size

@@ -16,6 +16,7 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.inference.load import open_model
 from megatron.training.save_folder import SaveFolder
 from megatron.training.wanted_checkpoint import saved_config
+from tests.helpers.tools import run
 from tests.training.runs import trained
 
 WORDS = [f"w{number}" for number in range(250)]
@@ -90,3 +91,15 @@ def test_copies_of_the_tokenizer_can_be_left_out(tmp_path: Path) -> None:
     flags = tokenizer_flags(tmp_path / "there")
     trained(*flags, "--save", str(tmp_path / "saved"), "--train-iters", "1", "--no-save-tokenizer-assets")
     assert not (tmp_path / "saved" / "tokenizer").exists()
+
+
+def test_data_that_another_tokenizer_has_made_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": "w1 w2 w3 " * 99}) + "\n")
+    flags = tokenizer_flags(tmp_path / "a")
+    run("preprocess_data", "--input", text, "--output-prefix", tmp_path / "x", *flags)
+    data = ("--data-path", str(tmp_path / "x_text_document"), "--split", "1,0,0", "--train-iters", "1")
+    told = f"warning: {tmp_path}/x_text_document was made with another HuggingFaceTokenizer, and this run has"
+    for tokenizer, is_other in ((flags, False), (tokenizer_flags(tmp_path / "b", WORDS[::-1]), True)):
+        trained(*tokenizer, *data)
+        assert (told in capsys.readouterr().out) == is_other
