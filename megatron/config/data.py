@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.config.options import LONGEST_SEQUENCE, flag, flag_name
-from megatron.config.problems import Problem
+from megatron.config.problems import Problem, some_of
 
 DEFAULT_SPLIT, EVEN_SPLIT = "969, 30, 1", "1, 1, 1"
 _FIM_TOKEN_FIELDS = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token", "fim_pad_token")
@@ -462,5 +462,5 @@ def _prefix_advice(prefix: str) -> str:
     folder = Path(prefix).parent
     there = sorted(path.with_suffix("") for path in folder.glob("*.idx")) if folder.is_dir() else []
     if there:
-        return "in that folder are " + ", ".join(str(path) for path in there[:4])
+        return f"in that folder are {some_of([str(path) for path in there])}"
     return "a prefix written by tools/preprocess_data.py"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _MOST_LISTED = 20
+_MOST_IN_A_LINE = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +102,11 @@ def listing(lines: Sequence[str]) -> str:
     if len(lines) > _MOST_LISTED:
         shown.append(f"  ... and {len(lines) - _MOST_LISTED} more")
     return "\n".join(shown)
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The names in one line, the first five of them."""
+    return ", ".join([*names[:_MOST_IN_A_LINE], *(["…"] if len(names) > _MOST_IN_A_LINE else [])])
 
 
 def counted(number: int, noun: str) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from megatron.config.options import LARGEST_VOCABULARY, flag, flag_name, shown_value
-from megatron.config.problems import Problem
+from megatron.config.problems import Problem, some_of, words_or
 
 TokenizerType = Literal[
     "GPT2BPETokenizer",
@@ -24,18 +24,18 @@ TokenizerType = Literal[
     "NullTokenizer",
 ]
 TiktokenPattern = Literal["v1", "v2", "llama3"]
-# The files (and sizes) that each type is made from.
-_NEEDS: dict[str, tuple[str, ...]] = {
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "BertWordPieceLowerCase": ("vocab_file",),
-    "BertWordPieceCase": ("vocab_file",),
-    "TikTokenizer": ("tokenizer_model",),
-    "ByteTokenizer": (),
-    "NullTokenizer": ("vocab_size",),
+# The files (and sizes) that each type is made from, and how such files end.
+_NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "GPT2BPETokenizer": {"vocab_file": (".json",), "merge_file": (".txt",)},
+    "SentencePieceTokenizer": {"tokenizer_model": (".model",)},
+    "GPTSentencePieceTokenizer": {"tokenizer_model": (".model",)},
+    "Llama2Tokenizer": {"tokenizer_model": (".model",)},
+    "HuggingFaceTokenizer": {"tokenizer_model": (".json",)},
+    "BertWordPieceLowerCase": {"vocab_file": (".txt",)},
+    "BertWordPieceCase": {"vocab_file": (".txt",)},
+    "TikTokenizer": {"tokenizer_model": (".json", ".model")},
+    "ByteTokenizer": {},
+    "NullTokenizer": {"vocab_size": ()},
 }
 # The types of which --vocab-size decides how many ids they have; the others have what their files say.
 SIZED_TYPES = ("NullTokenizer", "TikTokenizer")
@@ -216,9 +216,9 @@ class TokenizerConfig:
 
     def file_problems(self) -> Iterator[Problem]:
         """Tokenizer files that are not there."""
-        for name in TOKENIZER_FILES:
+        for name, endings in _NEEDS[self.tokenizer_type].items():
             value = getattr(self, name)
-            if value is None or Path(value).is_file():
+            if name not in TOKENIZER_FILES or value is None or Path(value).is_file():
                 continue
             if name == "tokenizer_model" and self.tokenizer_type == "HuggingFaceTokenizer" and Path(value).is_dir():
                 if (Path(value) / "tokenizer.json").is_file():
@@ -234,7 +234,7 @@ class TokenizerConfig:
                 flags=(flag_name(name),),
                 value=value,
                 rule="is a folder, a file is needed" if Path(value).is_dir() else "no such file",
-                works=_file_advice(Path(value)),
+                works=_file_advice(Path(value), endings=endings),
             )
 
 
@@ -244,11 +244,14 @@ def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_s
     return -(-vocab_size // multiple) * multiple
 
 
-def _file_advice(path: Path) -> str:
+def _file_advice(path: Path, *, endings: Sequence[str]) -> str:
+    """The files of such endings that lie there, those of names like this one first."""
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         return f"an existing file; there is no folder {folder} either (paths are relative to {Path.cwd()})"
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file() and not entry.name.startswith("."))
+    shown = (entry for entry in folder.iterdir() if entry.is_file() and not entry.name.startswith("."))
+    names = sorted(entry.name for entry in shown if entry.suffix in endings)
     near = difflib.get_close_matches(path.name, names, n=5)
-    files = near + [name for name in names if path.suffix == Path(name).suffix != "" and name not in near]
-    return f"in {folder} are {', '.join(files[:5])}" if files else f"an existing file; {folder} has none of such a name"
+    files = near + [name for name in names if name not in near]
+    kind = words_or(endings)
+    return f"in {folder} are {some_of(files)}" if files else f"an existing file; {folder} has none that ends in {kind}"

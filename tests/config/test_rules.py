@@ -810,17 +810,50 @@ def test_missing_tokenizer_files_and_corpora_are_found_before_the_start(tmp_path
 
 
 @pytest.mark.parametrize(
-    "name, named", [("vocab", {"vocab.json"}), ("gpt.json", {"other.json", "vocab.json"}), ("x", set())]
+    ("kind", "flag", "name", "named"),
+    [
+        ("GPT2BPETokenizer", "vocab_file", "vocab.jsn", "vocab.json, other.json"),
+        ("GPT2BPETokenizer", "vocab_file", "vocab.txt", "vocab.json, other.json"),
+        ("GPT2BPETokenizer", "merge_file", "x", "merges.txt"),
+        ("HuggingFaceTokenizer", "tokenizer_model", "other", "other.json, vocab.json"),
+        ("SentencePieceTokenizer", "tokenizer_model", "absent", "1.model, 2.model, 3.model, 4.model, 5.model, …"),
+    ],
 )
-def test_of_the_files_beside_a_missing_one_those_that_may_be_meant_are_named(
-    tmp_path: Path, name: str, named: set[str]
+def test_of_the_files_beside_a_missing_one_those_of_its_kind_are_named(
+    tmp_path: Path, kind: str, flag: str, name: str, named: str
 ) -> None:
-    others = ("vocab.json", "other.json", "README.md", ".gitignore", "run.py")
+    others = (
+        "vocab.json",
+        "other.json",
+        "._vocab.json",
+        "README.md",
+        "merges.txt",
+        *(f"{n}.model" for n in range(1, 7)),
+    )
     for other in others:
         (tmp_path / other).touch()
-    config = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(tmp_path / name))
+    config = TokenizerConfig(tokenizer_type=kind, **{flag: str(tmp_path / name)})
     (problem,) = config.file_problems()
-    assert {other for other in others if other in problem.works} == named
+    assert problem.works == f"in {tmp_path} are {named}"
+
+
+def test_a_folder_without_a_file_of_the_kind_says_how_such_files_end(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").touch()
+    (problem,) = TokenizerConfig(
+        tokenizer_type="TikTokenizer", tokenizer_model=str(tmp_path / "vocab.tiktoken")
+    ).file_problems()
+    assert problem.works == f"an existing file; {tmp_path} has none that ends in .json or .model"
+
+
+@pytest.mark.parametrize("there", [4, 5, 6])
+def test_of_many_corpora_beside_a_missing_one_some_are_named_and_three_dots_say_so(
+    tmp_path: Path, refused: Refused, there: int
+) -> None:
+    for number in range(there):
+        (tmp_path / f"{number}.idx").touch()
+    text = refused(f"--data-path {tmp_path}/none", without="--mock-data", check_files=True)
+    named = [f"{tmp_path}/{number}" for number in range(min(there, 5))]
+    assert text.endswith(f"in that folder are {', '.join(named + ['…'] * (there > 5))}")
 
 
 @pytest.mark.parametrize(
