@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import combinations
+
 import numpy as np
 
 from megatron.config.data import DataConfig
@@ -16,6 +19,9 @@ from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.training.data_loaders import Datasets, SampleCounts
 from megatron.training.initialize import MegatronContext
 from megatron.training.setup import Vocabulary
+
+# A text that is cut within a word.
+_CUT_TEXT = ("the quic", "k brown fox")
 
 
 def gpt_model(context: MegatronContext, stage: StageLayout, vocabulary: Vocabulary) -> GPTModel:
@@ -65,13 +71,15 @@ def middle_mover(data: DataConfig, tokenizer: Tokenizer) -> MiddleMover:
     """What `--fim-data` asks for.
 
     Raises:
-        UserError: a token is not in the vocabulary, or the tokenizer adds its own to each text.
+        UserError: a token is not in the vocabulary or has two roles, or the tokenizer adds something of its own to
+            each text.
     """
     if tokenizer.encode(""):
         raise UserError(
             f"--fim-data tokenizes parts of documents, and --tokenizer-type {tokenizer.name} would add tokens of its "
             "own to each of them; --tokenizer-hf-no-include-special-tokens leaves them out"
         )
+    _check_joins(tokenizer)
 
     def of(flag: str, token: str) -> int:
         found = tokenizer.token_id(token)
@@ -82,17 +90,51 @@ def middle_mover(data: DataConfig, tokenizer: Tokenizer) -> MiddleMover:
             )
         return found
 
+    roles = {
+        "--fim-prefix-token": of("--fim-prefix-token", data.fim_prefix_token),
+        "--fim-middle-token": of("--fim-middle-token", data.fim_middle_token),
+        "--fim-suffix-token": of("--fim-suffix-token", data.fim_suffix_token),
+        "--fim-pad-token": of("--fim-pad-token", data.fim_pad_token),
+        "--fim-eod-token": tokenizer.eod if data.fim_eod_token is None else of("--fim-eod-token", data.fim_eod_token),
+    }
+    if data.fim_split_sample is not None:
+        roles["--fim-split-sample"] = of("--fim-split-sample", data.fim_split_sample)
+    _check_distinct(roles, tokenizer)
     return MiddleMover(
         rate=data.fim_rate,
         spm_rate=data.fim_spm_rate,
         fragment_rate=data.fim_fragment_rate,
         no_prefix=data.fim_no_prefix,
-        prefix=of("--fim-prefix-token", data.fim_prefix_token),
-        middle=of("--fim-middle-token", data.fim_middle_token),
-        suffix=of("--fim-suffix-token", data.fim_suffix_token),
-        pad=of("--fim-pad-token", data.fim_pad_token),
-        eod=tokenizer.eod if data.fim_eod_token is None else of("--fim-eod-token", data.fim_eod_token),
-        split=None if data.fim_split_sample is None else of("--fim-split-sample", data.fim_split_sample),
+        prefix=roles["--fim-prefix-token"],
+        middle=roles["--fim-middle-token"],
+        suffix=roles["--fim-suffix-token"],
+        pad=roles["--fim-pad-token"],
+        eod=roles["--fim-eod-token"],
+        split=roles.get("--fim-split-sample"),
         encode=tokenizer.encode,
         decode=tokenizer.decode,
     )
+
+
+def _check_joins(tokenizer: Tokenizer) -> None:
+    """That parts of a text, tokenized one by one, make the text again."""
+    before, after = _CUT_TEXT
+    back = tokenizer.decode([*tokenizer.encode(before), *tokenizer.encode(after)])
+    if back != before + after:
+        raise UserError(
+            f"--fim-data tokenizes parts of documents, and --tokenizer-type {tokenizer.name} changes them where they "
+            f"are joined: {before!r} and {after!r} come back as {back!r}; use a tokenizer that puts no space before a "
+            "text, such as a byte-level BPE (GPT2BPETokenizer) or a SentencePiece of tools/train_tokenizer.py"
+        )
+
+
+def _check_distinct(roles: Mapping[str, int], tokenizer: Tokenizer) -> None:
+    """That no id stands for two things, the end of documents among them, where --fim-eod-token names another."""
+    if tokenizer.eod != roles["--fim-eod-token"]:
+        roles = {**roles, "the tokenizer's end of a document": tokenizer.eod}
+    for (one, token), (other, same) in combinations(roles.items(), 2):
+        if token == same:
+            raise UserError(
+                f"{one} and {other} are one token, id {token}: --fim-data would take one for the other; give {one} "
+                "a token of the vocabulary that nothing else is"
+            )

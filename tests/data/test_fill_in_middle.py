@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -19,6 +22,7 @@ from megatron.config.data import DataConfig
 from megatron.config.problems import UserError
 from megatron.data.fill_in_middle import FillInTheMiddleDataset, MiddleMover
 from megatron.tokenizer.plain_tokenizers import ByteTokenizer
+from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron.tokenizer.tokenizers_tokenizer import TokenizersTokenizer, huggingface_tokenizer
 from megatron.training.data_loaders import SampleCounts
 from megatron.training.gpt import gpt_datasets, middle_mover
@@ -206,3 +210,51 @@ def test_padding_is_of_its_own_id_and_counts_for_nothing_by_its_place(
         assert batch.tokens[row, : ids.size].tolist() == ids.tolist()  # type: ignore[attr-defined]
         assert batch.tokens[row, ids.size :].tolist() == [pad] * (24 - ids.size)  # type: ignore[attr-defined]
         assert batch.loss_mask[row].tolist() == [True] * (ids.size - 1) + [False] * (25 - ids.size)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"fim_prefix_token": END}, "--fim-prefix-token and --fim-eod-token are one token"),
+        ({"fim_pad_token": END}, "--fim-pad-token and --fim-eod-token are one token"),
+        ({"fim_eod_token": "<fim_pad>"}, "--fim-pad-token and --fim-eod-token are one token"),
+        ({"fim_split_sample": "<fim_pad>", "fim_fragment_rate": 0.5}, "--fim-pad-token and --fim-split-sample"),
+        ({"fim_split_sample": END, "fim_fragment_rate": 0.5}, "--fim-eod-token and --fim-split-sample are one token"),
+        ({"fim_eod_token": "b", "fim_suffix_token": END}, "--fim-suffix-token and the tokenizer's end of a document"),
+    ],
+)
+def test_a_token_of_two_roles_is_refused(
+    tokenizer: TokenizersTokenizer, changed: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        mover(tokenizer, **changed)
+
+
+def test_padding_may_be_the_tokenizers_own_and_documents_end_with_another_token(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "pad_token": "<fim_pad>"}))
+    tokenizer = huggingface_tokenizer(tmp_path)
+    made = mover(tokenizer, fim_eod_token="b")
+    assert (made.pad, made.eod) == (tokenizer.pad, tokenizer.token_id("b"))
+
+
+def test_a_tokenizer_that_begins_each_text_with_a_space_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Each part would begin with one, within a word too."""
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["the quick brown fox"] * 20),
+        model_writer=model,
+        vocab_size=40,
+        model_type="bpe",
+        user_defined_symbols=list(MARKS),
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (tmp_path / "t.model").write_bytes(model.getvalue())
+    llama = SentencePieceTokenizer(tmp_path / "t.model", name="Llama2Tokenizer")
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=True)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for tokenizer in (llama, huggingface_tokenizer(tmp_path)):
+        with pytest.raises(UserError, match=rf"--tokenizer-type {tokenizer.name} changes them.*the quic k brown fox'"):
+            middle_mover(DataConfig(seq_length=8, fim_data=True), tokenizer)
