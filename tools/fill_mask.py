@@ -81,7 +81,8 @@ def tokens_of(text: str, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
     assert tokenizer.cls is not None and tokenizer.sep is not None and tokenizer.mask is not None
     segments = text.split(SEP)
     if MASK not in text or len(segments) > 2:
-        raise UserError(f"needs a {MASK} to fill, and at most one {SEP}, between two segments")
+        capitals = ", in capitals," if MASK not in text and MASK in text.upper() else ""
+        raise UserError(f"needs a {MASK}{capitals} to fill, and at most one {SEP}, between two segments")
     around = {tokenizer.cls, tokenizer.sep}  # which a tokenizer may put round each piece, too
     tokens, types = [tokenizer.cls], [0]
     for number, segment in enumerate(segments):
