@@ -52,6 +52,7 @@ def test_masks_are_filled_with_the_likeliest_tokens(bert: tuple[Path, BertModel]
     ("text", "message"),
     [
         ("word5", "--text 'word5': needs a [MASK] to fill"),
+        ("word5 [Mask]", "needs a [MASK], in capitals, to fill"),
         ("[MASK] [SEP] a [SEP] b", "at most one [SEP]"),
         ("[MASK] " * 50, "[MASK] ': has 52 tokens; the model was trained on up to 48"),
         ("\udcff [MASK]", "--text '\\udcff [MASK]': character 0 of the text is the lone surrogate"),
