@@ -37,7 +37,7 @@ class SentencePieceTokenizer(WithoutSentencePairs):
             if not model:  # the library takes no model for one that comes later
                 raise RuntimeError("it is empty")
             self._processor = SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeDecodeError) as error:  # the latter when its message quotes a broken piece
             raise UserError(
                 f"--tokenizer-model {model_file} is not a SentencePiece model ({error}); "
                 "a tokenizer.json is read by --tokenizer-type HuggingFaceTokenizer"

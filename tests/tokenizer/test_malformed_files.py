@@ -10,7 +10,13 @@ import pytest
 from megatron.config.problems import UserError
 from megatron.config.tokenizer import TokenizerConfig, TokenizerType
 from megatron.tokenizer.build import build_tokenizer
-from tests.helpers.tokenizer_files import BERT_VOCABULARY, BOTCHAN_MODEL, gpt2_merge_file, gpt2_vocab_file
+from tests.helpers.tokenizer_files import (
+    BERT_VOCABULARY,
+    BOTCHAN_MODEL,
+    gpt2_merge_file,
+    gpt2_vocab_file,
+    mistral_model,
+)
 from tests.tokenizer.test_tiktoken_tokenizer import TOKENS, entries
 
 # A file of each kind, in the form that one type reads.
@@ -101,3 +107,9 @@ def test_a_file_of_another_kind_is_refused(
 def test_a_folder_and_nothing_are_refused(tmp_path: Path, kind: TokenizerType, field: str, content: str) -> None:
     refused(kind, field, tmp_path)
     refused(kind, field, tmp_path / "none")
+
+
+def test_a_piece_of_a_model_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(mistral_model().read_bytes().replace(b"<0x41>", b"<0x\xff1>", 1))
+    refused("SentencePieceTokenizer", "tokenizer_model", path)
