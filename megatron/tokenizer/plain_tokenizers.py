@@ -29,6 +29,9 @@ class NullTokenizer(WithoutSentencePairs):
     def token_id(self, token: str) -> int | None:
         return None  # its ids have no names
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id in (self.eod, self.pad)
+
     def encode(self, text: str) -> list[int]:
         return [self._id(word) for word in text.split()]
 
@@ -57,6 +60,9 @@ class ByteTokenizer(WithoutSentencePairs):
 
     def token_id(self, token: str) -> int | None:
         return None  # its ids have no names
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == self.eod
 
     def encode(self, text: str) -> list[int]:
         return list(check_text(text).encode())

@@ -53,6 +53,9 @@ class SentencePieceTokenizer(WithoutSentencePairs):
         found = int(self._processor.piece_to_id(token))  # an unknown piece gets the id of <unk>
         return found if self._processor.id_to_piece(found) == token else None
 
+    def is_special(self, token_id: int) -> bool:
+        return bool(self._processor.is_control(token_id))
+
     def encode(self, text: str) -> list[int]:
         check_text(text)
         if self._literal_space_ids is None or SPACE_SYMBOL not in text:

@@ -141,6 +141,9 @@ class TikTokenizer:
         except KeyError:
             return None
 
+    def is_special(self, token_id: int) -> bool:
+        return self._encoding.is_special_token(token_id)
+
     def encode(self, text: str) -> list[int]:
         check_text(text)
         try:

@@ -61,6 +61,9 @@ class Tokenizer(Protocol):
     def token_id(self, token: str) -> int | None:
         """Id of a token by its name in the vocabulary, such as <fim_prefix>; None when that has no such token."""
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether an id is no piece of a text: where encoding gives it at all, the token's name stands in the text."""
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without EOD; only what the tokenizer's own files ask for is added.
 

@@ -15,6 +15,8 @@ from megatron.config.problems import UserError
 from megatron.tokenizer.tokenizer import END_OF_DOCUMENT_TOKENS, check_text, digest, read_tokenizer_file
 
 GPT2_END_OF_TEXT = "<|endoftext|>"
+# Of the tokens of a byte-level BPE, those that no merge makes.
+LARGEST_UNMADE_SHARE = 0.1
 
 
 class TokenizersTokenizer:
@@ -70,6 +72,9 @@ class TokenizersTokenizer:
     def token_id(self, token: str) -> int | None:
         found = self._backend.token_to_id(token)
         return None if found is None else int(found)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._backend.get_added_tokens_decoder()
 
     def encode(self, text: str) -> list[int]:
         # The batch call of one text gives the ids of `encode` without its character offsets, a third faster.
@@ -139,7 +144,7 @@ def gpt2_bpe_tokenizer(vocab_file: str | Path, merge_file: str | Path) -> Tokeni
     made = {line.removesuffix("\r").replace(" ", "") for line in merges.decode().split("\n")}
     unmade = [token for token in backend.get_vocab() if len(token) > 1 and token not in made]
     # A few of those are special tokens, or words that were added to no use.
-    if len(unmade) > backend.get_vocab_size() / 10:
+    if len(unmade) > LARGEST_UNMADE_SHARE * backend.get_vocab_size():
         raise UserError(
             f"--merge-file {merge_file} has no merge for {len(unmade):,} of the {backend.get_vocab_size():,} tokens of "
             f"--vocab-file {vocab_file}, such as {min(unmade)!r}: it is cut off, or belongs to another vocabulary"

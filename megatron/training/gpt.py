@@ -39,6 +39,11 @@ def gpt_datasets(context: MegatronContext, vocabulary: Vocabulary, counts: Sampl
     """The datasets provider."""
     data, tokenizer, seed = context.config.data, vocabulary.tokenizer, context.config.training.seed
     mover = middle_mover(data, tokenizer) if data.fim_data else None
+    if data.fim_data and (ordinary := ordinary_marks(data, tokenizer)):
+        context.say(
+            f"warning: {', '.join(ordinary)}: ordinary text is encoded so too, and a model cannot tell it from the "
+            "mark; --special-tokens of tools/train_tokenizer.py are tokens that no text gives"
+        )
     train, valid, test = build_gpt_datasets(
         data,
         num_samples=(counts.train, counts.valid, counts.test),
@@ -114,6 +119,27 @@ def middle_mover(data: DataConfig, tokenizer: Tokenizer) -> MiddleMover:
         encode=tokenizer.encode,
         decode=tokenizer.decode,
     )
+
+
+def ordinary_marks(data: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    """Flags and tokens of `--fim-data` that ordinary text gives too."""
+    named = {
+        "--fim-prefix-token": data.fim_prefix_token,
+        "--fim-middle-token": data.fim_middle_token,
+        "--fim-suffix-token": data.fim_suffix_token,
+        "--fim-pad-token": data.fim_pad_token,
+        "--fim-eod-token": data.fim_eod_token,
+    }
+    return [f"{flag} {token}" for flag, token in named.items() if token is not None and _is_ordinary(token, tokenizer)]
+
+
+def _is_ordinary(token: str, tokenizer: Tokenizer) -> bool:
+    token_id = tokenizer.token_id(token)
+    if token_id is None or tokenizer.is_special(token_id):
+        return False
+    text = tokenizer.decode([token_id])
+    # Twice: a model of SentencePiece that begins each text with a space knows other pieces further on.
+    return token_id in tokenizer.encode(f"{text}\n{text}")
 
 
 def _check_joins(tokenizer: Tokenizer) -> None:

@@ -24,8 +24,8 @@ from megatron.data.fill_in_middle import FillInTheMiddleDataset, MiddleMover
 from megatron.tokenizer.plain_tokenizers import ByteTokenizer
 from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron.tokenizer.tokenizers_tokenizer import TokenizersTokenizer, huggingface_tokenizer
-from megatron.training.data_loaders import SampleCounts
-from megatron.training.gpt import gpt_datasets, middle_mover
+from megatron.training.data_loaders import Datasets, SampleCounts
+from megatron.training.gpt import gpt_datasets, middle_mover, ordinary_marks
 from megatron.training.setup import build_vocabulary
 from tests.data.corpora import write_corpus
 from tests.helpers.tiny import TINY_GPT, context_of_rank
@@ -188,6 +188,36 @@ def test_a_token_that_the_vocabulary_lacks_is_refused(
         middle_mover(DataConfig(seq_length=8, fim_data=True), ByteTokenizer())
 
 
+def test_marks_that_ordinary_text_gives_are_named_and_taken(tokenizer: TokenizersTokenizer) -> None:
+    """The special tokens of a tokenizer.json are none of them, though their names give them."""
+    assert tokenizer.encode(MARKS[0]) == [tokenizer.token_id(MARKS[0])]
+    assert ordinary_marks(DataConfig(seq_length=8, fim_data=True, fim_eod_token=END), tokenizer) == []
+    data = DataConfig(seq_length=8, fim_data=True, fim_middle_token="ab", fim_pad_token="b", fim_eod_token=END)
+    assert ordinary_marks(data, tokenizer) == ["--fim-middle-token ab", "--fim-pad-token b"]
+    assert middle_mover(data, tokenizer).middle == tokenizer.token_id("ab")
+
+
+def six_samples(folder: Path, prefix: Path, *more: str) -> Datasets:
+    """The datasets of a training with --fim-data."""
+    place = TINY_GPT.index("--tokenizer-type")
+    words = [*TINY_GPT[:place], "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    words += [*TINY_GPT[place + 4 :], "--data-path", str(prefix), "--data-cache-path", str(prefix.parent)]
+    config, _ = parse_arguments([*words, "--fim-data", *more], world_size=1, say=lambda text: None)
+    counts = SampleCounts(train=(6,), valid=0, test=0)
+    return gpt_datasets(context_of_rank(config, 0, 1), build_vocabulary(config), counts)
+
+
+def test_a_training_warns_once_of_marks_that_ordinary_text_gives(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write_corpus(tmp_path / "corpus", [[[1, 2] * 75]] * 4)
+    six_samples(folder, prefix)
+    assert "warning" not in capsys.readouterr().out
+    six_samples(folder, prefix, "--fim-middle-token", "ab", "--fim-suffix-token", "b")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert line.startswith("warning: --fim-middle-token ab, --fim-suffix-token b: ordinary text is encoded so too")
+
+
 def test_padding_is_of_its_own_id_and_counts_for_nothing_by_its_place(
     tokenizer: TokenizersTokenizer, folder: Path, tmp_path: Path
 ) -> None:
@@ -195,13 +225,7 @@ def test_padding_is_of_its_own_id_and_counts_for_nothing_by_its_place(
     a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
     pad = tokenizer.token_id("<fim_pad>")
     prefix = write_corpus(tmp_path / "corpus", [[[a, b] * 75]] * 4)
-    place = TINY_GPT.index("--tokenizer-type")
-    words = [*TINY_GPT[:place], "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
-    words += [*TINY_GPT[place + 4 :], "--data-path", str(prefix), "--data-cache-path", str(tmp_path)]
-    words += ["--fim-data", "--fim-rate", "1"]
-    config, _ = parse_arguments(words, world_size=1, say=lambda text: None)
-    counts = SampleCounts(train=(6,), valid=0, test=0)
-    datasets = gpt_datasets(context_of_rank(config, 0, 1), build_vocabulary(config), counts)
+    datasets = six_samples(folder, prefix, "--fim-rate", "1")
     assert datasets.train is not None
     samples = [datasets.train[number] for number in range(6)]
     batch = datasets.collate(samples, range(6))

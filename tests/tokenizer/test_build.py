@@ -60,6 +60,24 @@ def test_a_token_is_found_by_its_name_in_the_vocabulary(
     assert {token: tokenizer.token_id(token) for token in ids} == ids
 
 
+@pytest.mark.parametrize(
+    ("tokenizer_type", "options", "special", "ordinary"),
+    [
+        ("GPT2BPETokenizer", GPT2, 50256, 262),
+        ("SentencePieceTokenizer", {"tokenizer_model": str(BOTCHAN_MODEL)}, 2, 300),
+        ("BertWordPieceCase", {"vocab_file": str(BERT_VOCABULARY)}, 102, 2000),
+        ("NullTokenizer", {"vocab_size": 512}, 511, 3),
+        ("ByteTokenizer", {}, 256, 97),
+    ],
+)
+def test_special_tokens_are_told_from_pieces_of_text(
+    tokenizer_type: TokenizerType, options: dict[str, Any], special: int, ordinary: int
+) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type=tokenizer_type, **options))
+    assert tokenizer.is_special(special)
+    assert not tokenizer.is_special(ordinary)
+
+
 def test_a_vocabulary_size_that_is_not_the_files_is_refused() -> None:
     config = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_size=50304, **GPT2)
     with pytest.raises(ValueError, match=r"--vocab-size 50304 contradicts .* 50257 ids.*--padded-vocab-size"):

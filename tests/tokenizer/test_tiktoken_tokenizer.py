@@ -83,6 +83,7 @@ def test_a_token_is_found_by_its_name(small: TikTokenizer) -> None:
     assert small.token_id("</s>") == small.eod
     assert small.token_id("a") == small.encode("a")[0]
     assert small.token_id("<fim_prefix>") is None
+    assert small.is_special(small.eod) and not small.is_special(small.encode("a")[0])
 
 
 def test_a_pattern_decides_where_a_text_is_cut(tmp_path: Path) -> None:
