@@ -14,7 +14,7 @@ import argparse
 import tempfile
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,10 @@ from text_tools import Work, prepare_output
 from vocabulary_trainers import (
     BPE_RESERVED,
     END_OF_DOCUMENT,
+    SENTENCEPIECE_BYTES,
+    SENTENCEPIECE_NAMES,
     SENTENCEPIECE_RESERVED,
+    USER_SYMBOLS,
     WORDPIECE_SPECIAL,
     train_byte_level_bpe,
     train_sentencepiece,
@@ -54,38 +57,49 @@ class Kind:
     Attributes:
         endings: of the files that make it, after the prefix, by the field of `TokenizerConfig`.
         reserved: ids that no text takes part in.
+        taken: tokens of the format, which no --special-tokens can be.
         lossless: whether every text comes back as it was.
-        train: from texts and the size of the vocabulary to the bytes of the files, by field.
+        train: from texts, the size of the vocabulary and special tokens to the bytes of the files, by field.
     """
 
     endings: Mapping[str, str]
     reserved: int
+    taken: Collection[str]
     lossless: bool
-    train: Callable[[Sequence[str], int], Mapping[str, bytes]]
+    train: Callable[[Sequence[str], int, Sequence[str]], Mapping[str, bytes]]
 
 
 KINDS: dict[TokenizerType, Kind] = {
     "SentencePieceTokenizer": Kind(
         endings={"tokenizer_model": ".model"},
         reserved=SENTENCEPIECE_RESERVED,
+        taken={
+            *SENTENCEPIECE_NAMES,
+            *(END_OF_DOCUMENT, LITERAL_SPACE_SYMBOL, SPACE_SYMBOL),
+            *USER_SYMBOLS,
+            *SENTENCEPIECE_BYTES,
+        },
         lossless=True,
         train=train_sentencepiece,
     ),
     "GPT2BPETokenizer": Kind(
         endings={"vocab_file": "-vocab.json", "merge_file": "-merges.txt"},
         reserved=BPE_RESERVED,
+        taken=[END_OF_DOCUMENT],
         lossless=True,
         train=train_byte_level_bpe,
     ),
     "BertWordPieceLowerCase": Kind(
         endings={"vocab_file": "-vocab.txt"},
         reserved=len(WORDPIECE_SPECIAL),
+        taken=WORDPIECE_SPECIAL,
         lossless=False,
         train=partial(train_wordpiece, lower_case=True),
     ),
     "BertWordPieceCase": Kind(
         endings={"vocab_file": "-vocab.txt"},
         reserved=len(WORDPIECE_SPECIAL),
+        taken=WORDPIECE_SPECIAL,
         lossless=False,
         train=partial(train_wordpiece, lower_case=False),
     ),
@@ -138,6 +152,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json-key", default="text", help="which value of a record is the text; default: text")
     parser.add_argument("--vocab-size", type=int, default=8192, help="number of tokens in all; default 8192")
     parser.add_argument(
+        "--special-tokens",
+        nargs="+",
+        default=[],
+        metavar="TOKEN",
+        help="tokens beside those of the text, such as those of --fim-data: each is kept whole, as an id that counts "
+        "in --vocab-size, and no text gives it; a WordPiece vocabulary cannot help it where TOKEN is a plain word",
+    )
+    parser.add_argument(
         "--sample-megabytes",
         type=float,
         default=16.0,
@@ -151,10 +173,14 @@ def main() -> None:
     started = time.perf_counter()
     name: TokenizerType = arguments.tokenizer_type
     kind = KINDS[name]
-    if arguments.vocab_size <= kind.reserved:
+    special_tokens: list[str] = arguments.special_tokens
+    check_names(special_tokens, kind.taken, name)
+    reserved = kind.reserved + len(special_tokens)
+    if arguments.vocab_size <= reserved:
+        and_more = f" and {len(special_tokens)} --special-tokens" if special_tokens else ""
         raise UserError(
-            f"--vocab-size {arguments.vocab_size}: must be above {kind.reserved}, which bytes and fixed symbols take; "
-            "4096 or more is useful"
+            f"--vocab-size {arguments.vocab_size}: must be above {reserved}, which bytes and fixed symbols{and_more} "
+            "take; 4096 or more is useful"
         )
     if not arguments.sample_megabytes > 0:
         raise UserError(f"--sample-megabytes {arguments.sample_megabytes}: must be above 0")
@@ -170,6 +196,7 @@ def main() -> None:
             "json_key": arguments.json_key,
             "vocab_size": arguments.vocab_size,
             "sample_megabytes": arguments.sample_megabytes,
+            "special_tokens": special_tokens,
         },
         inputs=[file.path for file in files],
         outputs=list(outputs.values()),
@@ -180,12 +207,12 @@ def main() -> None:
     documents = list(sample(files, arguments.json_key, int(arguments.sample_megabytes * 1e6)))
     if not any(documents):
         raise UserError(f"--input {' '.join(arguments.input)}: holds no text")
-    contents = kind.train(documents, arguments.vocab_size)
+    contents = kind.train(documents, arguments.vocab_size, special_tokens)
     with tempfile.TemporaryDirectory(prefix="train_tokenizer-") as folder:
         drafts = {field: Path(folder) / output.name for field, output in outputs.items()}
         for field, draft in drafts.items():
             draft.write_bytes(contents[field])
-        bytes_per_token = check(_build(name, drafts), documents, lossless=kind.lossless)
+        bytes_per_token = check(_build(name, drafts), documents, special_tokens, lossless=kind.lossless)
     for field, output in outputs.items():
         with whole_file(output) as file:
             file.write(contents[field])
@@ -196,6 +223,26 @@ def main() -> None:
         f"--tokenizer-type {name} {flags}: {arguments.vocab_size:,} tokens, {bytes_per_token:.2f} bytes of text a token"
         f"{proof}, in {elapsed(started)}"
     )
+
+
+def check_names(special_tokens: Sequence[str], taken: Collection[str], kind: TokenizerType) -> None:
+    """Refuse what can be no special token of this kind.
+
+    Raises:
+        UserError: a token is empty, cannot be written in a line, is given twice, or is one of the format.
+    """
+    for index, token in enumerate(special_tokens):
+        if not token or " " in token or not token.isprintable():
+            raise UserError(
+                f"--special-tokens {token!r}: must be visible characters without a space, such as <fim_prefix>"
+            )
+        if token in special_tokens[:index]:
+            raise UserError(f"--special-tokens {token}: is given twice; give each token once")
+        if token in taken:
+            raise UserError(
+                f"--special-tokens {token}: is a token that every {kind} has or reserves; leave it out, or give "
+                "another name"
+            )
 
 
 def _build(name: TokenizerType, files: Mapping[str, Path]) -> Tokenizer:
@@ -233,19 +280,29 @@ def sample(files: Sequence[InputFile], key: str, limit: int) -> Iterator[str]:
             seen = end
 
 
-def check(tokenizer: Tokenizer, documents: Sequence[str], *, lossless: bool) -> float:
+def check(tokenizer: Tokenizer, documents: Sequence[str], special_tokens: Sequence[str], *, lossless: bool) -> float:
     """Bytes of text a token, after every check of the tokenizer has passed.
 
     Raises:
-        UserError: some text does not come back as it was.
+        UserError: some text or special token does not come back as it was.
     """
+    for token in special_tokens:
+        token_id = tokenizer.token_id(token)
+        back = "" if token_id is None else tokenizer.decode([token_id])
+        # What controls a model of SentencePiece does not show in its texts.
+        if token_id is None or back not in (token, ""):
+            raise UserError(
+                f"--special-tokens {token}: comes back as {back!r} from this kind of vocabulary; give a name of ASCII "
+                "characters in brackets, such as <fim_prefix>"
+            )
     if isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.encode(END_OF_DOCUMENT) == [tokenizer.eod]:
         raise UserError(f"the text {END_OF_DOCUMENT} gives the id that ends a document")
     size = sum(len(document) for document in documents)
     step = max(1, round(size / CHECKED_BYTES))
+    nasty_texts = [*NASTY_TEXTS, *special_tokens, f"a{''.join(special_tokens)}b"]
     checked_bytes = checked_tokens = 0
-    with progress(len(NASTY_TEXTS) + len(documents[::step]), "checking", unit=" texts") as bar:
-        for index, text in enumerate([*NASTY_TEXTS, *documents[::step]]):
+    with progress(len(nasty_texts) + len(documents[::step]), "checking", unit=" texts") as bar:
+        for index, text in enumerate([*nasty_texts, *documents[::step]]):
             ids = tokenizer.encode(text)
             back = tokenizer.decode(ids)
             if lossless and back != text:
@@ -254,7 +311,7 @@ def check(tokenizer: Tokenizer, documents: Sequence[str], *, lossless: bool) -> 
                     f"not lossless: {text[max(0, place - 20) : place + 20]!r} comes back as "
                     f"{back[max(0, place - 20) : place + 20]!r}; no model was written"
                 )
-            if index >= len(NASTY_TEXTS):
+            if index >= len(nasty_texts):
                 checked_bytes += len(text.encode())
                 checked_tokens += len(ids)
             bar.update()

@@ -7,7 +7,8 @@ import os
 import re
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from math import ceil
 from multiprocessing.connection import Connection
 
 from command_line import progress
@@ -20,13 +21,16 @@ from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
 from megatron.config.problems import UserError
 from megatron.tokenizer.sentencepiece_tokenizer import LITERAL_SPACE_SYMBOL, SPACE_SYMBOL
-from megatron.tokenizer.tokenizers_tokenizer import GPT2_END_OF_TEXT
+from megatron.tokenizer.tokenizers_tokenizer import GPT2_END_OF_TEXT, LARGEST_UNMADE_SHARE
 from megatron.tokenizer.wordpiece_tokenizer import SPECIAL_TOKENS, UNKNOWN
 
 END_OF_DOCUMENT = GPT2_END_OF_TEXT
+# What the library calls unknown, begin, end and padding, the last three of which a model here does without.
+SENTENCEPIECE_NAMES = ["<unk>", "<s>", "</s>", "<pad>"]
 USER_SYMBOLS = ["\n", "\t", "\r", *(SPACE_SYMBOL * count for count in range(2, 17))]
-# unknown, end of document, the mark of a literal U+2581, the symbols above, and the 256 bytes
-SENTENCEPIECE_RESERVED = 3 + len(USER_SYMBOLS) + 256
+SENTENCEPIECE_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+# unknown, end of document, the mark of a literal U+2581, the symbols above, and the bytes
+SENTENCEPIECE_RESERVED = 3 + len(USER_SYMBOLS) + len(SENTENCEPIECE_BYTES)
 BPE_RESERVED = 256 + 1
 WORDPIECE_SPECIAL = [SPECIAL_TOKENS["pad"], UNKNOWN, *(SPECIAL_TOKENS[role] for role in ("cls", "sep", "mask"))]
 LINE_CHARACTERS = 4096
@@ -39,8 +43,10 @@ LEAST_COUNT = 2
 # ---- SentencePiece ----
 
 
-def train_sentencepiece(documents: Sequence[str], vocab_size: int) -> Mapping[str, bytes]:
-    """A lossless SentencePiece BPE.
+def train_sentencepiece(
+    documents: Sequence[str], vocab_size: int, special_tokens: Sequence[str]
+) -> Mapping[str, bytes]:
+    """A lossless SentencePiece BPE; special tokens are control symbols, which no text gives.
 
     The trainer runs in a child, because its only sign of progress is what it writes to the process's stderr.
 
@@ -50,19 +56,20 @@ def train_sentencepiece(documents: Sequence[str], vocab_size: int) -> Mapping[st
     log_end, log_start = os.pipe()
     result, sender = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(
-        target=_train_in_child, args=(documents, vocab_size, log_start, sender)
+        target=_train_in_child, args=(documents, vocab_size, special_tokens, log_start, sender)
     )
     child.start()
     os.close(log_start)
     sender.close()
     last_lines: deque[str] = deque(maxlen=3)
-    with progress(vocab_size - SENTENCEPIECE_RESERVED, "learning merges", unit=" tokens") as bar:
+    num_merges = vocab_size - SENTENCEPIECE_RESERVED - len(special_tokens)
+    with progress(num_merges, "learning merges", unit=" tokens") as bar:
         with os.fdopen(log_end) as log:
             for line in log:
                 last_lines.append(line.strip())
                 if learnt := re.search(r"(?:merges|size)=(\d+)", line):
                     bar.update(int(learnt[1]) - bar.n)
-        bar.update(vocab_size - SENTENCEPIECE_RESERVED - bar.n)
+        bar.update(num_merges - bar.n)
     try:
         outcome = result.recv()
     except EOFError:
@@ -74,7 +81,9 @@ def train_sentencepiece(documents: Sequence[str], vocab_size: int) -> Mapping[st
     raise UserError(f"--vocab-size {vocab_size}: SentencePiece refuses: {refusal}")
 
 
-def _train_in_child(documents: Sequence[str], vocab_size: int, log: int, sender: Connection) -> None:
+def _train_in_child(
+    documents: Sequence[str], vocab_size: int, special_tokens: Sequence[str], log: int, sender: Connection
+) -> None:
     os.dup2(log, 2)
     os.close(log)
     model = io.BytesIO()
@@ -91,7 +100,7 @@ def _train_in_child(documents: Sequence[str], vocab_size: int, log: int, sender:
             remove_extra_whitespaces=False,
             byte_fallback=True,
             user_defined_symbols=USER_SYMBOLS,
-            control_symbols=[LITERAL_SPACE_SYMBOL],
+            control_symbols=[LITERAL_SPACE_SYMBOL, *special_tokens],
             unk_id=0,
             eos_id=1,
             eos_piece=END_OF_DOCUMENT,
@@ -119,23 +128,35 @@ def _lines(documents: Sequence[str]) -> Iterator[str]:
 # ---- byte-level BPE ----
 
 
-def train_byte_level_bpe(documents: Sequence[str], vocab_size: int) -> Mapping[str, bytes]:
-    """GPT-2's kind: the 256 bytes, the merges in their order, and last the end of a document.
+def train_byte_level_bpe(
+    documents: Sequence[str], vocab_size: int, special_tokens: Sequence[str]
+) -> Mapping[str, bytes]:
+    """GPT-2's kind: the 256 bytes, the merges in their order, the end of a document, and last the special tokens.
+
+    No text gives those: there are no merges that make them.
 
     Raises:
-        UserError: the text cannot fill the vocabulary.
+        UserError: the text cannot fill the vocabulary, it gives a special token, or there are too many of these.
     """
+    added = [END_OF_DOCUMENT, *special_tokens]
+    if len(added) > LARGEST_UNMADE_SHARE * vocab_size:
+        raise UserError(
+            f"--special-tokens {' '.join(special_tokens)}: these and {END_OF_DOCUMENT} are more than "
+            f"{LARGEST_UNMADE_SHARE:.0%} of --vocab-size {vocab_size}, the most that a byte-level BPE may have without "
+            f"merges; --vocab-size {ceil(len(added) / LARGEST_UNMADE_SHARE)} has room for them"
+        )
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     trainer = BpeTrainer(
-        vocab_size=vocab_size - 1,
+        vocab_size=vocab_size - len(added),
         min_frequency=LEAST_COUNT,
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
     backend.train_from_iterator(_read(documents), trainer)
     learnt = json.loads(backend.to_str())["model"]
-    vocabulary = {**learnt["vocab"], END_OF_DOCUMENT: len(learnt["vocab"])}
+    _check_not_learnt(special_tokens, learnt["vocab"])
+    vocabulary = {**learnt["vocab"], **{token: index for index, token in enumerate(added, len(learnt["vocab"]))}}
     _check_filled(len(vocabulary), vocab_size)
     merges = "".join(f"{left} {right}\n" for left, right in learnt["merges"])
     return {
@@ -147,11 +168,16 @@ def train_byte_level_bpe(documents: Sequence[str], vocab_size: int) -> Mapping[s
 # ---- WordPiece ----
 
 
-def train_wordpiece(documents: Sequence[str], vocab_size: int, *, lower_case: bool) -> Mapping[str, bytes]:
-    """BERT's kind: its special tokens, the characters, those that continue a word, and longer pieces in their order.
+def train_wordpiece(
+    documents: Sequence[str], vocab_size: int, special_tokens: Sequence[str], *, lower_case: bool
+) -> Mapping[str, bytes]:
+    """BERT's kind: its special tokens, those given, the characters, those that continue a word, and longer pieces.
+
+    A special token that is a plain word is given by that word, as there is only this one list; one with punctuation is
+    given by no text.
 
     Raises:
-        UserError: the text cannot fill the vocabulary, or its characters do not fit in.
+        UserError: the text cannot fill the vocabulary, it gives a special token, or its characters do not fit in.
     """
     backend = Tokenizer(WordPiece(unk_token=UNKNOWN))
     backend.normalizer = BertNormalizer(lowercase=lower_case)
@@ -164,13 +190,14 @@ def train_wordpiece(documents: Sequence[str], vocab_size: int, *, lower_case: bo
     # Given to the trainer in an order: it would number what continues a word as its hash tables have it.
     continuing = [f"##{character}" for character in alphabet if _can_continue(character)]
     first = [*WORDPIECE_SPECIAL, *alphabet, *continuing]
-    if len(first) >= vocab_size:
+    reserved = len(first) + len(special_tokens)
+    if reserved >= vocab_size:
         raise UserError(
-            f"--vocab-size {vocab_size}: must be above the {len(first):,} that special tokens and "
+            f"--vocab-size {vocab_size}: must be above the {reserved:,} that special tokens and "
             f"{len(alphabet):,} characters of the text take"
         )
     trainer = WordPieceTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size - len(special_tokens),
         min_frequency=LEAST_COUNT,
         special_tokens=first,
         initial_alphabet=alphabet,
@@ -179,8 +206,12 @@ def train_wordpiece(documents: Sequence[str], vocab_size: int, *, lower_case: bo
     )
     backend.train_from_iterator(_read(documents), trainer)
     learnt = backend.get_vocab()
-    _check_filled(len(learnt), vocab_size)
-    return {"vocab_file": "".join(f"{token}\n" for token in sorted(learnt, key=lambda token: learnt[token])).encode()}
+    _check_not_learnt(special_tokens, learnt)
+    _check_filled(len(learnt) + len(special_tokens), vocab_size)
+    tokens = sorted(learnt, key=lambda token: learnt[token])
+    place = len(WORDPIECE_SPECIAL)
+    tokens[place:place] = special_tokens
+    return {"vocab_file": "".join(f"{token}\n" for token in tokens).encode()}
 
 
 def _can_continue(character: str) -> bool:
@@ -196,6 +227,15 @@ def _read(documents: Sequence[str]) -> Iterator[str]:
         for document in documents:
             yield document
             bar.update()
+
+
+def _check_not_learnt(special_tokens: Sequence[str], learnt: Container[str]) -> None:
+    for token in special_tokens:
+        if token in learnt:
+            raise UserError(
+                f"--special-tokens {token}: is a token that the text gives; a special one must differ from those, as "
+                f"<{token}> does"
+            )
 
 
 def _check_filled(learnt: int, vocab_size: int) -> None:

@@ -5,13 +5,17 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron.config.data import DataConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.tokenizer.build import build_tokenizer
+from megatron.training.gpt import middle_mover, ordinary_marks
 from tests.helpers.datasets import write_lines
 from tests.helpers.tools import names, run
 
@@ -24,6 +28,7 @@ BPE = ("GPT2BPETokenizer", ["-merges.txt", "-vocab.json"], "400")
 LOWER = ("BertWordPieceLowerCase", ["-vocab.txt"], "200")
 CASED = ("BertWordPieceCase", ["-vocab.txt"], "200")
 SENTENCEPIECE = ("SentencePieceTokenizer", [".model"], "400")
+MARKS = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
 every_kind = pytest.mark.parametrize("kind, endings, size", [BPE, LOWER, CASED, SENTENCEPIECE])
 
 
@@ -36,10 +41,10 @@ def corpus(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "c.jsonl", [{"text": text} for text in SENTENCES * 40 + texts])
 
 
-def train(prefix: Path, corpus: Path, kind: str, size: str, *, status: int = 0) -> str:
+def train(prefix: Path, corpus: Path, kind: str, size: str, *more: str, status: int = 0) -> str:
     return run(
         "train_tokenizer",
-        *("--input", corpus, "--output-prefix", prefix, "--tokenizer-type", kind, "--vocab-size", size),
+        *("--input", corpus, "--output-prefix", prefix, "--tokenizer-type", kind, "--vocab-size", size, *more),
         status=status,
     )
 
@@ -93,6 +98,83 @@ def test_a_wordpiece_vocabulary_begins_with_the_special_tokens_of_bert(tmp_path:
     assert lower.encode("THE CAT sits") == lower.encode("the cat sits")
     assert lower.decode(lower.encode("The cat, the dog.")[1:-1]) == "the cat, the dog."
     assert lower.continues_word is not None and lower.continues_word.any()
+
+
+@pytest.mark.parametrize(
+    "kind, size, first, shown",
+    [
+        ("SentencePieceTokenizer", "400", 3, False),  # behind what is unknown, the end of a document and U+2581
+        ("GPT2BPETokenizer", "400", 396, True),
+        ("BertWordPieceLowerCase", "200", 5, True),
+        ("BertWordPieceCase", "200", 5, True),
+    ],
+)
+def test_special_tokens_have_ids_that_no_text_gives(
+    tmp_path: Path, corpus: Path, kind: str, size: str, first: int, shown: bool
+) -> None:
+    config = made(train(tmp_path / "t", corpus, kind, size, "--special-tokens", *MARKS))
+    tokenizer = build_tokenizer(replace(config, tokenizer_hf_include_special_tokens=False))
+    ids = [tokenizer.token_id(mark) for mark in MARKS]
+    assert ids == [*range(first, first + 4)]
+    assert tokenizer.vocab_size == int(size)
+    assert tokenizer.decode(tokenizer.encode("the cat") + ids[:1]).replace(" <", "<") == "the cat" + MARKS[0] * shown
+    for text in (*MARKS, f"a {' '.join(MARKS)} b", "".join(MARKS)):
+        assert not set(ids) & set(tokenizer.encode(text))
+        assert tokenizer.decode(tokenizer.encode(text)) == text or kind.startswith("Bert")
+    assert ordinary_marks(DataConfig(seq_length=8, fim_data=True), tokenizer) == []
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPT2BPETokenizer"])
+def test_special_tokens_leave_plain_text_as_it_was_and_mark_middles(tmp_path: Path, corpus: Path, kind: str) -> None:
+    """A vocabulary with four more has the same pieces, so it cuts plain text alike."""
+    without = build_tokenizer(made(train(tmp_path / "a", corpus, kind, "400")))
+    special = build_tokenizer(made(train(tmp_path / "b", corpus, kind, "404", "--special-tokens", *MARKS)))
+    for text in (*SENTENCES, "\t\tif x:  # \u2581\r\n"):
+        pieces = [[one.decode([token]) for token in one.encode(text)] for one in (without, special)]
+        assert pieces[0] == pieces[1]
+        assert special.decode(special.encode(text)) == text
+    move = middle_mover(DataConfig(seq_length=8, fim_data=True, fim_rate=1.0, fim_spm_rate=0.0), special)
+    ids = np.array(special.encode(SENTENCES[0]) + [special.eod] * 9)
+    moved = move(ids, np.random.RandomState(0))
+    places = [np.flatnonzero(moved == special.token_id(mark)).tolist() for mark in MARKS]
+    (prefix,), (middle,), (suffix,), pads = places
+    assert prefix == 0 < suffix < middle and not pads
+    end = moved.tolist().index(special.eod)
+    parts = [moved[1:suffix], moved[middle + 1 : end], moved[suffix + 1 : middle]]
+    assert "".join(special.decode(part.tolist()) for part in parts) == SENTENCES[0]
+
+
+@pytest.mark.parametrize(
+    "kind, tokens, message",
+    [
+        ("SentencePieceTokenizer", ["<a>", "<b>", "<a>"], "--special-tokens <a>: is given twice"),
+        ("SentencePieceTokenizer", ["<a>", ""], "--special-tokens '': must be visible characters without a space"),
+        ("GPT2BPETokenizer", ["a\n"], r"--special-tokens 'a\\n': must be visible characters without a space"),
+        ("SentencePieceTokenizer", ["<s>"], "--special-tokens <s>: is a token that every SentencePieceTokenizer has"),
+        ("SentencePieceTokenizer", ["<0x0A>"], "--special-tokens <0x0A>: is a token that every Sentence"),
+        ("GPT2BPETokenizer", ["<|endoftext|>"], r"--special-tokens <\|endoftext\|>: is a token that every GPT2BPE"),
+        ("BertWordPieceCase", ["[CLS]"], r"--special-tokens \[CLS\]: is a token that every BertWordPieceCase has"),
+        ("GPT2BPETokenizer", ["at"], "--special-tokens at: is a token that the text gives"),
+        ("BertWordPieceLowerCase", ["sat"], "--special-tokens sat: is a token that the text gives"),
+        ("GPT2BPETokenizer", ["<\u00e9>"], "--special-tokens <\u00e9>: comes back as '<\ufffd>'"),
+        ("SentencePieceTokenizer", [f"<{n}>" for n in range(130)], "must be above 407, .* and 130 --special-tokens"),
+        ("GPT2BPETokenizer", [f"<{n}>" for n in range(40)], "more than 10% of --vocab-size 300, .*--vocab-size 410"),
+        ("BertWordPieceCase", [f"<{n}>" for n in range(290)], r"--vocab-size 300: must be above the \d+ that special"),
+    ],
+)
+def test_what_can_be_no_special_token_is_refused(
+    tmp_path: Path, corpus: Path, kind: str, tokens: list[str], message: str
+) -> None:
+    size = {"BertWordPieceLowerCase": "200"}.get(kind, "300")
+    said = train(tmp_path / "t", corpus, kind, size, "--special-tokens", *tokens, status=2)
+    assert re.search(message, said)
+    assert names(tmp_path) == ["c.jsonl"]
+
+
+def test_a_plain_word_of_a_wordpiece_vocabulary_is_named_as_ordinary(tmp_path: Path, corpus: Path) -> None:
+    config = made(train(tmp_path / "t", corpus, "BertWordPieceCase", "200", "--special-tokens", "middle"))
+    data = DataConfig(seq_length=8, fim_data=True, fim_middle_token="middle")
+    assert ordinary_marks(data, build_tokenizer(config)) == ["--fim-middle-token middle"]
 
 
 def test_a_text_file_and_a_folder_are_inputs_too(tmp_path: Path) -> None:
