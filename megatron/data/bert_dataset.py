@@ -195,7 +195,7 @@ class _BertRecipe(Recipe[SentenceSource, BertSample]):
 
     def open(self, prefix: str) -> SentenceSource:
         corpus = IndexedDataset(prefix, mmap=self.data.mmap_bin_files)
-        corpus.require_ids()
+        corpus.require_ids(self.vocabulary.size)
         # More sentences than documents need no look at each document.
         pairs = len(corpus) > corpus.num_documents or bool((np.diff(corpus.document_indices) > 1).any())
         if self.bert.binary_head and not pairs:

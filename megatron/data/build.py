@@ -153,7 +153,7 @@ class _GPTRecipe(Recipe[TokenSource, TokenArray]):
 
     def open(self, prefix: str) -> TokenSource:
         corpus = IndexedDataset(prefix, mmap=self.data.mmap_bin_files)
-        corpus.require_ids()
+        corpus.require_ids(self.vocab_size)
         return corpus
 
     def mock(self) -> TokenSource:

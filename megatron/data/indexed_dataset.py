@@ -22,7 +22,7 @@ import os
 import struct
 import zlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from megatron.config.problems import UserError
 from megatron.core.whole_file import WholeFile
-from megatron.data.sample_dataset import TokenArray
+from megatron.data.sample_dataset import TokenArray, check_vocabulary
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -206,12 +206,26 @@ class IndexedDataset:
                 )
             checked(bounds.size - 1)
 
-    def require_ids(self) -> None:
-        """Raises IndexedDatasetError where the numbers in `.bin`, of which the format knows all types, are no ids."""
+    def require_ids(self, vocab_size: int | None = None) -> None:
+        """See that the numbers in `.bin`, of which the format knows all types, are ids, and of a vocabulary.
+
+        For that, some are looked at, all over the file, so that most other vocabularies are noticed before a training;
+        each is looked at when it is read.
+
+        Raises:
+            IndexedDatasetError: they are no whole numbers.
+            UserError: an id is outside the vocabulary.
+        """
         if not np.issubdtype(self.dtype, np.integer):
             raise IndexedDatasetError(
                 f"{self.prefix}: holds {self.dtype}, and ids are whole numbers; name a dataset of ids"
             )
+        if vocab_size is None:
+            return
+        for begin, block in self._sampled():
+            first = -begin % self.dtype.itemsize
+            ids = np.frombuffer(block, self.dtype, (len(block) - first) // self.dtype.itemsize, first)
+            check_vocabulary(ids, vocab_size, self.prefix)
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -282,13 +296,18 @@ class IndexedDataset:
 
         So it takes 16 short reads at any size. Another tokenizer or text changes it; a change of single ids need not.
         """
-        size = self._bin.stat().st_size
         checksum = 0
+        for _, block in self._sampled():
+            checksum = zlib.crc32(block, checksum)
+        return f"sampled ids {checksum:08x}"
+
+    def _sampled(self) -> Iterator[tuple[int, bytes]]:
+        """Evenly spaced blocks of the file, each with the byte at which it begins."""
+        size = self._bin.stat().st_size
         with self._bin.open("rb", buffering=0) as file:
             for number in range(_SAMPLED_BLOCKS):
                 begin = number * max(0, size - _SAMPLED_BYTES) // (_SAMPLED_BLOCKS - 1)
-                checksum = zlib.crc32(_read_at(file.fileno(), _SAMPLED_BYTES, begin), checksum)
-        return f"sampled ids {checksum:08x}"
+                yield begin, _read_at(file.fileno(), _SAMPLED_BYTES, begin)
 
 
 def _read_at(descriptor: int, size: int, begin: int) -> bytes:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron.core.whole_file import WholeFile
+from megatron.core.whole_file import WholeFile, naming
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError, bin_path, publish
 
 # The most that Linux moves in one call.
@@ -48,7 +48,8 @@ def merge_datasets(
         for dataset in _each(prefixes):
             bytes_before.append(total)
             sequences_before.append(sequences)
-            total += _append(bin_path(dataset.prefix), bin_file, copied)
+            with naming(bin_path(output)):
+                total += _append(bin_path(dataset.prefix), bin_file, copied)
             sequences += len(dataset)
         publish(
             output,

@@ -298,11 +298,14 @@ def test_only_the_first_sentences_of_a_corpus_are_searched_for_special_tokens(
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "other", [[[5, 70000], [6, 7]]], dtype=np.int32)
-    train, _, _ = build(tmp_path, data_path=[str(prefix)], split="1,0,0")
     with pytest.raises(UserError, match="holds the id 70000, but the vocabulary has 65536 entries"):
-        train[0]
-    with pytest.raises(IndexError, match="sample 4 of the train split"):
-        train[4]
+        build(tmp_path, data_path=[str(prefix)], split="1,0,0")
+    rare = write_corpus(tmp_path / "rare", [[[6] * 40] * 30 + [[70000], [6]], *[[[6]]] * 50_000], dtype=np.int32)
+    train, _, _ = build(tmp_path, data_path=[str(rare)], split="1,0,0")
+    with pytest.raises(UserError, match="rare: holds the id 70000, but the vocabulary has 65536 entries"):
+        [train[number] for number in range(len(train))]
+    with pytest.raises(IndexError, match=f"sample {len(train)} of the train split"):
+        train[len(train)]
 
 
 def test_documents_beyond_the_sentences_are_an_error_and_not_a_read_past_the_end() -> None:

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
+from megatron.config.problems import UserError
 from megatron.data.blended_dataset import BlendedDataset, BlockedDataset, block_seed, extend_blocks
 from megatron.data.build import build_gpt_datasets, token_sources
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError
 from megatron.data.sample_dataset import SampleDataset
-from tests.data.corpora import numbered_corpus
+from tests.data.corpora import numbered_corpus, write_corpus
 
 
 def build(
@@ -110,9 +111,14 @@ def test_a_share_of_0_and_a_path_that_is_not_given_are_none(tmp_path: Path) -> N
 
 
 def test_an_id_outside_the_vocabulary_names_the_dataset(tmp_path: Path) -> None:
+    """Before the training where it is found in parts of the file all over it, else when it is read."""
+    data: dict[str, Any] = {"split": "1", "vocab_size": 10}
     corpus = numbered_corpus(tmp_path / "corpus", [20])
-    train = build(tmp_path / "cache", data_path=[str(corpus)], split="1", vocab_size=10)[0]
-    with pytest.raises(ValueError, match=r"corpus: holds the id \d+, but the vocabulary has 10 entries"):
+    with pytest.raises(UserError, match=r"corpus: holds the id \d+, but the vocabulary has 10 entries"):
+        build(tmp_path / "cache", data_path=[str(corpus)], **data)
+    rare = write_corpus(tmp_path / "rare", [[[1] * 3000 + [12] + [1] * 100_000]])
+    train = build(tmp_path / "cache", data_path=[str(rare)], **data)[0]
+    with pytest.raises(UserError, match=r"rare: holds the id 12, but the vocabulary has 10 entries"):
         read_all(train)
 
 
