@@ -51,6 +51,7 @@ class Source:
 class Document:
     key: bytes  # place in the order
     source: Source
+    docstrings: Sequence[str]  # kept, for they are small and take long to find; none where the file is the text
     size: int  # bytes of text that is taken from it
 
 
@@ -108,18 +109,19 @@ def main() -> None:
     if work.skip():
         return
     inputs_digest = work.inputs_digest()
-    documents, not_text, duplicates = read_documents(sources, seed=arguments.seed, docstrings=arguments.docstrings)
+    documents, without_text, duplicates = read_documents(sources, seed=arguments.seed, docstrings=arguments.docstrings)
     kept = choose(documents, arguments.max_megabytes)
+    because = "without docstrings, not Python or not UTF-8" if arguments.docstrings else "empty or not UTF-8"
     if not kept:
         raise UserError(
             f"--input: no {'docstring' if arguments.docstrings else 'text'} found in {counted(len(sources), 'file')} "
-            f"({not_text:,} without any, or not UTF-8); give other folders or --suffixes"
+            f"({because}); give other folders or --suffixes"
         )
-    count, size = write(kept, arguments.output, seed=arguments.seed, docstrings=arguments.docstrings)
+    count, size = write(kept, arguments.output, seed=arguments.seed)
     work.finish(inputs_digest, documents=count, text_bytes=size)
     say(
         f"{arguments.output}: {counted(count, 'document')}, {size_of(size)} of text, in {elapsed(started)} "
-        f"({counted(duplicates, 'duplicate')} and {counted(not_text, 'file')}, empty or not UTF-8, left out, "
+        f"({counted(duplicates, 'duplicate')} and {counted(without_text, 'file')}, {because}, left out, "
         f"{len(documents) - len(kept):,} beyond --max-megabytes)"
     )
 
@@ -160,21 +162,22 @@ def _folder_sources(folder: Path, name: str, suffixes: Sequence[str]) -> list[So
 def read_documents(sources: Sequence[Source], *, seed: int, docstrings: bool) -> tuple[list[Document], int, int]:
     """Every file of distinct content, in the order of the corpus; the number of files without text; of duplicates."""
     documents: dict[bytes, Document] = {}
-    not_text = duplicates = 0
+    without_text = duplicates = 0
     with progress(len(sources), "reading", unit=" files") as bar:
         for source in sources:
             bar.update()
-            text = source.path.read_bytes()
-            size = sum(len(part.encode()) for part in texts_of(text, docstrings=docstrings))
-            if not size:
-                not_text += 1
+            content = source.path.read_bytes()
+            texts = texts_of(content, docstrings=docstrings)
+            if not texts:
+                without_text += 1
                 continue
-            key = _key(text, seed)
+            key = _key(content, seed)
             if key in documents:
                 duplicates += 1
             else:
-                documents[key] = Document(key=key, source=source, size=size)
-    return [documents[key] for key in sorted(documents)], not_text, duplicates
+                size = sum(len(text.encode()) for text in texts)
+                documents[key] = Document(key=key, source=source, docstrings=texts if docstrings else (), size=size)
+    return [documents[key] for key in sorted(documents)], without_text, duplicates
 
 
 def choose(documents: Sequence[Document], max_megabytes: float | None) -> Sequence[Document]:
@@ -189,7 +192,7 @@ def choose(documents: Sequence[Document], max_megabytes: float | None) -> Sequen
     return documents
 
 
-def write(documents: Sequence[Document], output: Path, *, seed: int, docstrings: bool) -> tuple[int, int]:
+def write(documents: Sequence[Document], output: Path, *, seed: int) -> tuple[int, int]:
     """Write the corpus, whose files are read again: it need not fit in memory. Returns lines, and bytes of text.
 
     Raises:
@@ -198,15 +201,19 @@ def write(documents: Sequence[Document], output: Path, *, seed: int, docstrings:
     lines, total = 0, sum(document.size for document in documents)
     with progress(total, "writing", unit="B") as bar, whole_file(output) as file:
         for document in documents:
-            text = document.source.path.read_bytes()
-            if _key(text, seed) != document.key:
-                raise UserError(f"{document.source.path} changed while it was read; run again")
-            for part in texts_of(text, docstrings=docstrings):
-                line = json.dumps({"text": part, "source": document.source.name}, ensure_ascii=False)
+            for text in document.docstrings or [_read_again(document, seed)]:
+                line = json.dumps({"text": text, "source": document.source.name}, ensure_ascii=False)
                 file.write(line.encode() + b"\n")
                 lines += 1
             bar.update(document.size)
     return lines, total
+
+
+def _read_again(document: Document, seed: int) -> str:
+    content = document.source.path.read_bytes()
+    if _key(content, seed) != document.key:
+        raise UserError(f"{document.source.path} changed while it was read; run again")
+    return content.decode()
 
 
 def texts_of(content: bytes, *, docstrings: bool) -> list[str]:
@@ -227,8 +234,8 @@ def texts_of(content: bytes, *, docstrings: bool) -> list[str]:
     return [docstring for docstring in found if docstring]
 
 
-def _key(text: bytes, seed: int) -> bytes:
-    return hashlib.sha256(f"{seed}:".encode() + text).digest()
+def _key(content: bytes, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed}:".encode() + content).digest()
 
 
 if __name__ == "__main__":

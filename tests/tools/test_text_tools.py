@@ -135,7 +135,7 @@ GOOD = b'{"text": "good"}\n'
         (b'{"title": "x"}', "the record has no key 'text'; its keys: 'title'"),
         (b'{"text": 7}', "the value of 'text' is int, it must be a string"),
         (b'{"text": null}', "the value of 'text' is NoneType"),
-        (b'{"text": ["a"]}', "the value of 'text' is list"),
+        (b'{"text": {"a": "b"}}', "the value of 'text' is dict"),
         (b'["text"]', "list instead of an object"),
         (b'{"text": "a"', "not valid JSON"),
         (b'{"text": "a"} {"text": "b"}', "not valid JSON: Extra data at character 15"),
@@ -361,6 +361,7 @@ def test_a_corpus_of_docstrings_holds_the_prose_of_python_files_alone(tmp_path: 
     assert [record["text"] for record in records] == ["About a. Two sentences.", "Of A.\n\nMore of A.", "Of f."]
     assert {record["source"] for record in records} == {"code/a.py"}
     assert ": 3 documents" in said
+    assert "(0 duplicates and 2 files, without docstrings, not Python or not UTF-8, left out, 0 beyond" in said
     assert "made again, what differs" in run("make_corpus", "--output", output, "--input", folder)
 
 
@@ -403,7 +404,8 @@ def test_a_corpus_can_be_limited_and_takes_files_and_patterns(tmp_path: Path, no
     [
         (["--input", "none"], "--input none: there is no such file or folder"),
         (["--input", "{notes}", "--suffixes", ".rs"], "no file that ends in .rs"),
-        (["--input", "{notes}/latin.txt"], "no text found in 1 file "),
+        (["--input", "{notes}/latin.txt"], "no text found in 1 file (empty or not UTF-8)"),
+        (["--input", "{notes}/b.md", "--docstrings"], "no docstring found in 1 file (without docstrings, not Python"),
         (["--input", "{notes}", "--max-megabytes", "0"], "--max-megabytes 0.0: must be above 0"),
     ],
 )
