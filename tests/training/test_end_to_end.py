@@ -81,7 +81,11 @@ def test_twenty_iterations_on_eight_ranks_of_torchrun_are_those_of_one_rank(tmp_
 
 
 @pytest.mark.parametrize(
-    "precision, bound", [(["--fp64"], PARITY_FP64), ([], SIX_DIGITS)], ids=["fp64", "fp32-to-six-digits"]
+    "precision, bound",
+    [
+        pytest.param(["--fp64"], PARITY_FP64, id="fp64"),
+        pytest.param([], SIX_DIGITS, id="fp32-to-six-digits", marks=pytest.mark.full),
+    ],
 )
 def test_twenty_iterations_on_eight_ranks_are_those_of_one_rank(
     precision: list[str], bound: float, tmp_path: Path

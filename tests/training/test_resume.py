@@ -96,8 +96,8 @@ KILLS = {"any-moment": kill_at_a_random_moment, "saving": kill_while_it_saves}
     [
         ("tp2", "saving"),
         ("pp2", "any-moment"),
-        ("dp2", "saving"),
         ("zero2", "saving"),
+        pytest.param("dp2", "saving", marks=pytest.mark.full),
         pytest.param("zero2", "any-moment", marks=pytest.mark.full),
         pytest.param("tp2", "any-moment", marks=pytest.mark.full),
         pytest.param("pp2", "saving", marks=pytest.mark.full),
