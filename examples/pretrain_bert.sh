@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
 # Pretrain a BERT of 336 million parameters (BERT-large) on one GPU, or data parallel on all of a machine:
 #   GPUS_PER_NODE=8 bash examples/pretrain_bert.sh
-# Flags after the name are appended, and win: bash examples/pretrain_bert.sh --micro-batch-size 4
+# Flags after the name are appended, and win over the same flags here:
+#   bash examples/pretrain_bert.sh --micro-batch-size 4
+# A try without a GPU:
+#   CHECKPOINTS=checkpoints/try bash examples/pretrain_bert.sh --precision fp32 --num-layers 2 --hidden-size 128 \
+#       --num-attention-heads 2 --seq-length 128 --global-batch-size 16 --train-iters 20 --log-interval 5
+# For a model that Hugging Face's BertModel can hold, which has its norms after each sum and the exact GELU:
+#   bash examples/pretrain_bert.sh --layernorm-placement post --activation gelu
 set -euo pipefail
 
 # Prefix of .bin and .idx: tools/preprocess_data.py --split-sentences writes them; pairs of sentences need sentences.
@@ -21,7 +27,7 @@ model=(
 )
 
 training=(
-    --bf16 --micro-batch-size 8 --global-batch-size 256 --train-iters 1000000
+    --precision bf16 --micro-batch-size 8 --global-batch-size 256 --train-iters 1000000
     --lr 1.0e-4 --min-lr 1.0e-5 --lr-warmup-fraction 0.01 --lr-decay-style linear
     --weight-decay 0.01 --clip-grad 1.0
 )

@@ -3,7 +3,10 @@
 # the folder that holds data/:
 #   NNODES=4 NODE_RANK=<0 … 3> MASTER_ADDR=<host of node 0> bash examples/pretrain_bert_distributed.sh
 # Made for nodes of 8 GPUs: each holds one replica, tensor parallel over all of its GPUs; nodes are data parallel. Flags
-# after the name are appended, and win: bash examples/pretrain_bert_distributed.sh --micro-batch-size 4
+# after the name are appended, and win over the same flags here:
+#   bash examples/pretrain_bert_distributed.sh --micro-batch-size 4
+# For a model that Hugging Face's BertModel can hold, which has its norms after each sum and the exact GELU:
+#   bash examples/pretrain_bert_distributed.sh --layernorm-placement post --activation gelu
 set -euo pipefail
 
 # Prefix of .bin and .idx: tools/preprocess_data.py --split-sentences writes them; pairs of sentences need sentences.
@@ -27,7 +30,7 @@ model=(
 layout=(--tensor-model-parallel-size 8 --sequence-parallel)
 
 training=(
-    --bf16 --micro-batch-size 8 --global-batch-size 1024 --train-iters 2000000
+    --precision bf16 --micro-batch-size 8 --global-batch-size 1024 --train-iters 2000000
     --lr 1.0e-4 --min-lr 1.0e-5 --lr-warmup-iters 10000 --lr-decay-style linear
     --weight-decay 0.01 --clip-grad 1.0
 )

@@ -2,7 +2,10 @@
 # Pretrain a GPT of 1.3 billion parameters on one node or several. On each node, from the folder that holds data/:
 #   NNODES=4 NODE_RANK=<0 … 3> MASTER_ADDR=<host of node 0> bash examples/pretrain_gpt.sh
 # Made for nodes of 8 GPUs; the layout is tensor 2 × pipeline 2 × data (all the rest). Flags after the name are
-# appended, and win: bash examples/pretrain_gpt.sh --micro-batch-size 1
+# appended, and win over the same flags here: bash examples/pretrain_gpt.sh --micro-batch-size 1
+# A try without a GPU, the layout over 4 processes:
+#   GPUS_PER_NODE=4 CHECKPOINTS=checkpoints/try bash examples/pretrain_gpt.sh --precision fp32 --num-layers 4 \
+#       --hidden-size 128 --seq-length 128 --global-batch-size 8 --train-iters 20 --lr-warmup-iters 2
 set -euo pipefail
 
 DATA_PATH=${DATA_PATH:-data/corpus_text_document}   # prefix of .bin and .idx: tools/preprocess_data.py writes them
@@ -27,7 +30,7 @@ model=(
 layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2)
 
 training=(
-    --bf16 --micro-batch-size 2 --global-batch-size 512 --train-iters 50000
+    --precision bf16 --micro-batch-size 2 --global-batch-size 512 --train-iters 50000
     --lr 2.0e-4 --min-lr 2.0e-5 --lr-warmup-iters 500 --lr-decay-style cosine
     --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
 )

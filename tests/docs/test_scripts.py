@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import shlex
 import subprocess
 from math import prod
 from pathlib import Path
@@ -31,6 +32,35 @@ def test_an_example_runs_on_one_node_as_it_is(tmp_path: Path, example: str) -> N
     assert program == "torchrun"
     assert f"{example.removesuffix('_distributed')}.py" in " ".join(words)
     check_torchrun(words)
+
+
+# The commands in the comments of the examples: variables, the script, flags.
+COMMENTED = [
+    shlex.split(re.sub(r"<[^>]*>", "0", command))
+    for example in sorted(EXAMPLES.glob("*.sh"))
+    for command in re.findall(
+        r"^# *(?:[^#\n]*: )?((?:[A-Z_]+=(?:<.*?>|\S+) )*bash examples/.*)$",
+        example.read_text(encoding="utf-8").replace("\\\n#", ""),
+        re.MULTILINE,
+    )
+]
+
+
+def test_the_examples_say_how_they_are_started() -> None:
+    said = [" ".join(words) for words in COMMENTED]
+    assert len([words for words in said if "--micro-batch-size" in words]) == 3
+    assert len([words for words in said if "--precision fp32" in words]) == 2, "a try without a GPU"
+    assert len([words for words in said if "--layernorm-placement post --activation gelu" in words]) == 2
+
+
+@pytest.mark.parametrize("command", COMMENTED, ids=" ".join)
+def test_a_command_in_a_comment_of_an_example_is_understood(tmp_path: Path, command: list[str]) -> None:
+    program = command.index("bash")
+    variables = dict(word.split("=", 1) for word in command[:program])
+    script, *words = command[program + 1 :]
+    (call,), _ = recorded_calls(ROOT / script, words, tmp_path, variables, programs=["torchrun"])
+    assert call[len(call) - len(words) :] == words
+    check_torchrun(call[1:])
 
 
 @pytest.mark.parametrize(
