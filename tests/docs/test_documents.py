@@ -64,6 +64,14 @@ def test_how_to_save_and_to_begin_from_a_checkpoint_is_shown_in_a_command(docume
     assert flag in " ".join(blocks(TEXTS[ROOT / document], "bash")).split()
 
 
+def test_how_to_begin_and_to_use_a_bert_is_shown_in_commands_and_what_hugging_face_needs_is_said_beside_them() -> None:
+    first = TEXTS[ROOT / "docs" / "BERT.md"].partition("\n## ")[0]
+    shown = " ".join(blocks(first, "bash"))
+    for said in ("make_corpus.py --output corpus.jsonl --docstrings", "pretrain_bert.py", "fill_mask.py"):
+        assert said in shown, said
+    assert "--layernorm-placement post --activation gelu" in without_blocks(first)
+
+
 # Flags after those of the README, so that they count: a small part of the text, and two iterations.
 SMALLER = {
     "tools/make_corpus.py": "--max-megabytes 3",
