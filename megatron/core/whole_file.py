@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import errno
 import glob
+import io
 import os
 import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from megatron.core.file_lock import NoLocksError, try_flock
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 class WholeFile:
@@ -41,7 +45,8 @@ class WholeFile:
     def sync(self) -> None:
         """Have all that was written on disk."""
         self.file.flush()
-        os.fsync(self.file.fileno())
+        with naming(self._path):
+            os.fsync(self.file.fileno())
 
     def publish(self) -> None:
         """Give the file its name, on disk too."""
@@ -55,6 +60,29 @@ class WholeFile:
         if not self.file.closed:
             Path(self.file.name).unlink(missing_ok=True)
             self.file.close()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an error say which file it is about: that of a write to a full disk does not by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+class _Output(io.FileIO):
+    """A new file under a temporary name; errors name the one that it will have."""
+
+    def __init__(self, temporary: Path, path: Path) -> None:
+        super().__init__(str(temporary), "xb")
+        self._path = path
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        with naming(self._path):
+            return super().write(data)
 
 
 @contextmanager
@@ -112,7 +140,7 @@ def has_writer(path: Path) -> bool:
 def _locked_file(path: Path) -> BinaryIO:
     while True:
         temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{uuid.uuid4().hex[:8]}.tmp")
-        file = temporary.open("xb", buffering=1 << 20)
+        file = io.BufferedWriter(_Output(temporary, path), 1 << 20)
         try:
             mine = try_flock(file.fileno()) and temporary.exists()
         except NoLocksError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
+import resource
 import signal
 import socket
 import time
@@ -40,6 +42,18 @@ def test_a_file_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         write_half()
+    assert names(tmp_path) == []
+
+
+def test_a_write_that_fails_names_the_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised, whole_file(tmp_path / "x") as file:
+            file.write(bytes(3 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.filename == pickle.loads(pickle.dumps(raised.value)).filename == str(tmp_path / "x")
     assert names(tmp_path) == []
 
 
