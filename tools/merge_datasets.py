@@ -3,20 +3,23 @@
     python tools/merge_datasets.py --input data/parts --output-prefix data/whole
     python tools/merge_datasets.py --input data/b_text_document data/a_text_document --output-prefix data/whole
 
-The result is that of tokenizing all of their texts together. Of a folder the datasets in it are merged, sorted by name.
+The result is that of tokenizing all of their texts together. Of a folder the datasets in it are merged, sorted by name;
+those in folders within it are not. Datasets whose records name different tokenizers are refused.
 """
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from command_line import Parser, elapsed, progress, run_tool, say, size_of
-from text_tools import prepare_output
+from text_tools import Work, prepare_output, recorded_arguments
 
 from megatron.config.problems import UserError, counted
 from megatron.data.indexed_dataset import bin_path, idx_path
 from megatron.data.merging import merge_datasets
+
+TOOL = "merge_datasets 1"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -39,11 +42,18 @@ def main() -> None:
     output: Path = arguments.output_prefix
     if bin_path(output).resolve() in [bin_path(prefix).resolve() for prefix in prefixes]:
         raise UserError(f"--output-prefix {output}: is one of the inputs; write it to another folder")
-    for path in (bin_path(output), idx_path(output)):
+    outputs = [bin_path(output), idx_path(output)]
+    for path in outputs:
         prepare_output(path, flag="--output-prefix")
+    tokenizer = common_tokenizer(prefixes)
+    work = Work(tool=TOOL, arguments=tokenizer, inputs=[bin_path(prefix) for prefix in prefixes], outputs=outputs)
+    inputs_digest = work.inputs_digest() if tokenizer else ""
     size = sum(bin_path(prefix).stat().st_size for prefix in prefixes if bin_path(prefix).exists())
     with progress(size, "merging", unit="B") as bar:
         merged = merge_datasets(prefixes, output, copied=bar.update)
+    work.record.unlink(missing_ok=True)  # of what stood there before
+    if tokenizer:
+        work.finish(inputs_digest, documents=merged.num_documents, tokens=merged.num_tokens)
     held = f"{counted(merged.num_documents, 'document')}, {counted(merged.num_tokens, 'token')} of {merged.dtype}"
     say(f"{output}: {held} from {counted(len(prefixes), 'dataset')}, {size_of(size)} in {elapsed(started)}")
 
@@ -67,7 +77,37 @@ def find_prefixes(arguments: Sequence[str]) -> Iterator[Path]:
             raise UserError(f"--input {argument}: holds {name}{here} without {name}{missing}, half of a dataset")
         if not halves[".bin"]:
             raise UserError(f"--input {argument}: the folder holds no dataset, neither .bin nor .idx")
+        within = sorted(file.relative_to(path).with_suffix("") for file in path.glob("*/**/*.idx"))
+        if within:
+            say(
+                f"{argument}: {counted(len(within), 'dataset')} in folders within it left out, the first is {within[0]}"
+            )
         yield from (path / name for name in sorted(halves[".bin"]))
+
+
+def common_tokenizer(prefixes: Sequence[Path]) -> dict[str, str]:
+    """Type and digest of the tokenizer that the records of all datasets name; none where one has no record.
+
+    Raises:
+        UserError: two records name different ones.
+    """
+    named: dict[Path, dict[str, str]] = {}
+    for prefix in prefixes:
+        recorded = recorded_arguments(bin_path(prefix))
+        if "tokenizer" in recorded:
+            named[prefix] = {key: str(recorded.get(key)) for key in ("tokenizer_type", "tokenizer")}
+    first = next(iter(named), None)
+    for prefix, tokenizer in named.items():
+        if first is not None and tokenizer != named[first]:
+            raise UserError(
+                f"{first} was made with {shown(named[first])}, {prefix} with {shown(tokenizer)}: the ids of one are "
+                "not those of the other"
+            )
+    return named[first] if first is not None and len(named) == len(set(prefixes)) else {}
+
+
+def shown(tokenizer: Mapping[str, str]) -> str:
+    return f"{tokenizer['tokenizer_type']} ({tokenizer['tokenizer'][:8]})"
 
 
 if __name__ == "__main__":

@@ -103,6 +103,17 @@ def record_path(output: Path) -> Path:
     return output.with_name(output.name + _RECORD)
 
 
+def recorded_arguments(output: Path) -> dict[str, Any]:
+    """Of the run that made an output, by its record; none where there is no record, or the file is another by now."""
+    try:
+        done = json.loads(record_path(output).read_text())
+        if done["outputs"][output.name] == _output_state(output):
+            return dict(done["arguments"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return {}
+
+
 def is_record(path: Path) -> bool:
     """Whether a file is the record of a tool, and so no text, whatever folder or pattern it is found by."""
     return path.name.endswith(_RECORD)

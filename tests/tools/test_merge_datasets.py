@@ -54,6 +54,34 @@ def test_the_order_is_that_of_the_words_and_of_names_in_a_folder(tmp_path: Path)
     assert documents(tmp_path / "merged") == [[9], [1], [10], [9]]
 
 
+def test_datasets_of_different_tokenizers_are_refused_where_their_records_say_so(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "1 2"}])
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size"]
+    for name, words in (("a", ["--tokenizer-type", "ByteTokenizer"]), ("b", [*null, "9"]), ("c", [*null, "10"])):
+        run("preprocess_data", "--input", source, "--output-prefix", tmp_path / name, *words)
+    a, b, c = (tmp_path / f"{name}_text_document" for name in "abc")
+    for others in ((a, b), (b, c)):
+        said = run("merge_datasets", "--input", *others, "--output-prefix", tmp_path / "merged", status=2)
+        assert f"{others[0]} was made with" in said and f"{others[1]} with NullTokenizer" in said
+    run("merge_datasets", "--input", b, b, "--output-prefix", tmp_path / "merged")
+    said = run("merge_datasets", "--input", tmp_path / "merged", a, "--output-prefix", tmp_path / "x", status=2)
+    assert f"{tmp_path / 'merged'} was made with NullTokenizer" in said
+    unrecorded = write_corpus(tmp_path / "unrecorded", [[[1]]])
+    run("merge_datasets", "--input", b, unrecorded, "--output-prefix", tmp_path / "merged")
+    assert not (tmp_path / "merged.bin.done.json").exists()
+    write_corpus(c, [[[1]]])  # its record is that of the file before
+    run("merge_datasets", "--input", b, c, "--output-prefix", tmp_path / "merged")
+
+
+def test_datasets_in_folders_within_a_folder_are_left_out_with_a_line(tmp_path: Path) -> None:
+    (tmp_path / "in" / "sub" / "deep").mkdir(parents=True)
+    for name in ("a", "sub/b", "sub/deep/c"):
+        write_corpus(tmp_path / "in" / name, [[[1]]])
+    said = run("merge_datasets", "--input", tmp_path / "in", "--output-prefix", tmp_path / "merged")
+    assert f"{tmp_path / 'in'}: 2 datasets in folders within it left out, the first is sub/b" in said
+    assert documents(tmp_path / "merged") == [[1]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
