@@ -8,10 +8,11 @@ whatever the number of workers. A document without tokens is kept as a document 
 end-of-document id. With --split-sentences each sentence is a sequence, and the names end in _sentence.
 
 Work is done in shards, in the folder my-corpus.shards. A run that was killed goes on from those that are finished
-when the same command is given again; the folder goes when the dataset is whole.
+when the same command is given again; they go when the dataset is whole.
 """
 
 import argparse
+import errno
 import shutil
 import time
 from collections import Counter
@@ -24,7 +25,17 @@ from command_line import Parser, at_least, elapsed, progress, run_tool, say, siz
 from preprocess.encoder import Encoder
 from preprocess.fast_tokenizer import Fastokens, fast_tokenizer
 from preprocess.inputs import ENDINGS, find_inputs
-from preprocess.shards import LOCK, Shard, ShardRecord, finished, holds_no_others, is_of_shard, left_out, plan_shards
+from preprocess.shards import (
+    LOCK,
+    ShardRecord,
+    finished,
+    is_of_shard,
+    left_out,
+    plan_shards,
+    remove_shards,
+    require_unchanged,
+    shard_group,
+)
 from preprocess.workers import Job, make_shards
 from text_tools import Work, prepare_output
 from tokenizer_flags import add_tokenizer_flags, named_tokenizer
@@ -75,7 +86,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--keep-going",
         action="store_true",
-        help="leave out records that are broken or have no text, and list them in PREFIX_bad_records.tsv",
+        help="leave out records that are broken or have no text, and list them in "
+        "PREFIX_<first key>_document_bad_records.tsv",
     )
     add_tokenizer_flags(parser, required=True)
     return parser.read()
@@ -93,9 +105,17 @@ def main() -> None:
     level = "sentence" if arguments.split_sentences else "document"
     prefixes = [f"{arguments.output_prefix}_{key}_{level}" for key in keys]
     outputs = [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)]
+    bad_list = Path(f"{prefixes[0]}_bad_records.tsv")
+    if arguments.keep_going:
+        outputs.append(bad_list)
     for output in outputs:
         prepare_output(output, flag="--output-prefix")
     tokenizer = named_tokenizer(arguments)
+    if arguments.split_sentences and _wraps(tokenizer):
+        say(
+            "each sentence gets the [CLS] and [SEP] of the tokenizer, as in Megatron-LM; the samples of BERT get their "
+            "own, and --tokenizer-hf-no-include-special-tokens leaves these out"
+        )
     settings = {
         "json_keys": keys,
         "append_eod": arguments.append_eod,
@@ -111,13 +131,13 @@ def main() -> None:
         inputs=[file.path for file in files],
         outputs=outputs,
     )
-    folder = Path(f"{arguments.output_prefix}.shards")
+    folder, group = Path(f"{arguments.output_prefix}.shards"), shard_group(level, keys)
     if work.skip():
         if folder.is_dir():
-            _remove_leftovers(folder, plan_shards(files, [TOOL, settings]))
+            _remove_leftovers(folder, group)
         return
     inputs_digest = work.inputs_digest()
-    shards = plan_shards(files, [TOOL, settings])
+    shards = plan_shards(files, [TOOL, settings], group)
     with shard_folder(folder):
         job = Job(
             shards=shards,
@@ -129,15 +149,16 @@ def main() -> None:
             keep_going=arguments.keep_going,
         )
         records = make_shards(job, _made(job), workers=arguments.workers)
+        require_unchanged(shards)
         if nothing := _nothing(records, keys, arguments.input):
-            shutil.rmtree(folder)
+            remove_shards(folder, group)
             raise UserError(nothing)
         _join(job, prefixes)
-        bad = _list_bad_records(Path(f"{arguments.output_prefix}_bad_records.tsv"), job, records)
+        bad = _list_bad_records(bad_list, job, records)
         documents = sum(record.documents for record in records)
         tokens = [sum(record.tokens[key] for record in records) for key in range(len(keys))]
         work.finish(inputs_digest, documents=documents, tokens=dict(zip(keys, tokens)), bad_records=bad)
-        shutil.rmtree(folder)
+        remove_shards(folder, group)
     for prefix, count in zip(prefixes, tokens):
         say(f"{prefix}: {counted(documents, 'document')}, {counted(count, 'token')} of {job.dtype}")
     size = sum(file.path.stat().st_size for file in files)
@@ -146,7 +167,7 @@ def main() -> None:
     say(f"{size_of(size)} in {elapsed(started)}: {rates}")
 
 
-def _remove_leftovers(folder: Path, shards: Sequence[Shard]) -> None:
+def _remove_leftovers(folder: Path, group: str) -> None:
     """Remove what a run has left that was killed when its dataset was whole; shards of others are left to them."""
     try:
         lock = try_lock(folder / LOCK)
@@ -154,8 +175,8 @@ def _remove_leftovers(folder: Path, shards: Sequence[Shard]) -> None:
         return
     if lock is not None:
         with lock:
-            if holds_no_others(folder, shards):
-                shutil.rmtree(folder)
+            remove_shards(folder, group)
+            if not folder.exists():
                 say(f"{folder}: removed, as the dataset is whole")
 
 
@@ -175,7 +196,7 @@ def shard_folder(folder: Path) -> Iterator[None]:
             yield
         finally:
             if any(folder.glob("*.done")):
-                say(f"{folder}: finished shards are kept there; the same command goes on from them")
+                say(f"{folder}: finished shards are kept there; their command, given again, goes on from them")
             else:
                 shutil.rmtree(folder, ignore_errors=True)  # it may be gone already
 
@@ -204,6 +225,11 @@ def _encoder(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Encoder:
     return Encoder(keys=arguments.json_keys, eod=tokenizer.eod if arguments.append_eod else None, split=split)
 
 
+def _wraps(tokenizer: Tokenizer) -> bool:
+    """Whether it puts BERT's tokens around a text; no text is encoded to find out, as threads would be started."""
+    return isinstance(tokenizer, TokenizersTokenizer) and tokenizer.include_special_tokens and tokenizer.cls is not None
+
+
 def _fast(tokenizer: Tokenizer) -> Fastokens | None:
     fast, reason = fast_tokenizer(tokenizer)
     if fast is None and isinstance(tokenizer, TokenizersTokenizer):
@@ -223,8 +249,17 @@ def _made(job: Job) -> dict[int, ShardRecord]:
 def _join(job: Job, prefixes: Sequence[str]) -> None:
     for key, prefix in enumerate(prefixes):
         parts = [shard.prefix(job.folder, key) for shard in job.shards]
-        with progress(sum(bin_path(part).stat().st_size for part in parts), "joining", unit="B") as bar:
-            merge_datasets(parts, prefix, copied=bar.update)
+        size = sum(bin_path(part).stat().st_size for part in parts)
+        try:
+            with progress(size, "joining", unit="B") as bar:
+                merge_datasets(parts, prefix, copied=bar.update)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(
+                f"{error.filename}: {error.strerror}; until the shards are joined its ids, {size_of(size)}, are on the "
+                "disk twice"
+            ) from None
 
 
 def _nothing(records: Sequence[ShardRecord], keys: Sequence[str], inputs: Sequence[str]) -> str:
@@ -237,9 +272,8 @@ def _nothing(records: Sequence[ShardRecord], keys: Sequence[str], inputs: Sequen
 
 
 def _list_bad_records(path: Path, job: Job, records: Sequence[ShardRecord]) -> int:
-    """Write which records were left out and why, a shard at a time; no file where there are none."""
-    total = sum(record.bad for record in records)
-    if not total:
+    """Write which records were left out and why, a shard at a time; no file where none may be."""
+    if not job.keep_going:
         path.unlink(missing_ok=True)
         return 0
     rows_before: Counter[Path] = Counter()
@@ -253,7 +287,9 @@ def _list_bad_records(path: Path, job: Job, records: Sequence[ShardRecord]) -> i
                     line = f"{file}\t{rows_before[file] + bad.number}\t{bad.problem}\n"
                     output.write(line.encode(errors="surrogateescape"))  # names of files need not be UTF-8
                 rows_before[file] += record.rows[index]
-    say(f"{path}: {counted(total, 'bad record')} left out")
+    total = sum(record.bad for record in records)
+    if total:
+        say(f"{path}: {counted(total, 'bad record')} left out")
     return total
 
 

@@ -47,6 +47,12 @@ def parquet(**columns: Any) -> bytes:
     return sink.getvalue()
 
 
+def two_columns_of_one_name() -> bytes:
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table([pyarrow.array(["a"])] * 2, names=["text", "text"]), sink)
+    return sink.getvalue()
+
+
 def preprocess(folder: Path, *arguments: str | Path, status: int = 0) -> str:
     return run("preprocess_data", "--output-prefix", folder / "x", *BYTES, *arguments, status=status)
 
@@ -102,6 +108,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "a .zst that is none": ("c.jsonl.zst", GOOD, ": truncated or damaged"),
     "an empty .zst": ("c.txt.zst", b"", ": truncated or damaged, it cannot be decompressed to its end (it is empty)"),
     "a column that is not there": ("c.parquet", parquet(body=["a"]), ": has no column 'text'; its columns: 'body'"),
+    "two columns of one name": ("c.parquet", two_columns_of_one_name(), ": has 2 columns 'text'; which of them"),
     "a column of numbers": ("c.parquet", parquet(text=[1]), ", row 1: the value of 'text' is int, it must be a string"),
     "a column of lists": (
         "c.parquet",

@@ -1,5 +1,6 @@
 """Every form of input, sentences, bad records, and a run that goes on: by the tool as a user starts it."""
 
+import errno
 import gzip
 import importlib
 import json
@@ -20,6 +21,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from megatron.config.problems import UserError
+from megatron.tokenizer.plain_tokenizers import ByteTokenizer
 from tests.helpers.datasets import documents, same_files, sequences, write_lines
 from tests.helpers.tokenizer_files import BERT_VOCABULARY, FIXTURES, gpt2_merge_file, gpt2_vocab_file
 from tests.helpers.tools import ROOT, Arguments, command, names, names_of_tool, run
@@ -52,8 +55,10 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 )
 def test_one_run_writes_megatrons_sentences_byte_for_byte(tmp_path: Path, name: str, arguments: list[str]) -> None:
     prefix = tmp_path / "x"
-    run("preprocess_data", "--input", CORPUS, "--output-prefix", prefix, "--split-sentences", *BERT, *arguments)
+    words = ["--input", CORPUS, "--output-prefix", prefix, "--split-sentences", *BERT, *arguments]
+    said = run("preprocess_data", *words)
     assert same_files(Path(f"{prefix}_text_sentence"), PREPROCESS / f"{name}_text_sentence")
+    assert ("each sentence gets the [CLS] and [SEP] of the tokenizer" in said) == (NO_SPECIAL not in arguments)
 
 
 @pytest.mark.parametrize("split", [["--split-sentences"], []])
@@ -328,8 +333,8 @@ def test_a_run_that_keeps_going_lists_each_bad_record_and_loses_no_other(tmp_pat
     path.write_bytes(b"".join(good + line + b"\n\n" for line, _ in BAD_LINES) + good * many + b"{\n" + good)
     base = ["--input", path, "--output-prefix", tmp_path / "x", "--json-keys", "text", "title", "--keep-going"]
     said = run("preprocess_data", *base, "--workers", workers, *BYTES)
-    assert f"{tmp_path / 'x_bad_records.tsv'}: 8 bad records left out" in said
-    listed = [line.split("\t") for line in (tmp_path / "x_bad_records.tsv").read_text().splitlines()]
+    assert f"{tmp_path / 'x_text_document_bad_records.tsv'}: 8 bad records left out" in said
+    listed = [line.split("\t") for line in (tmp_path / "x_text_document_bad_records.tsv").read_text().splitlines()]
     numbers = [2 + 3 * index for index in range(len(BAD_LINES))]
     assert [(file, int(line)) for file, line, _ in listed] == [
         (str(path), line) for line in [*numbers, 3 * len(BAD_LINES) + many + 1]
@@ -347,7 +352,8 @@ def test_bad_records_are_read_a_shard_at_a_time(tmp_path: Path, module: Callable
     shards, encoder = module("shards"), module("encoder").Encoder(keys=["text"], eod=None, split=None)
     file = module("inputs").InputFile(path=tmp_path / "c.jsonl", format="lines", compression="")
     file.path.write_bytes(b'{"text": "good"}\n' + b"{\n" * 20)
-    (shard,) = shards.plan_shards([file], [])
+    group = shards.shard_group("document", ["text"])
+    (shard,) = shards.plan_shards([file], [], group)
     folder = tmp_path / "shards"
     folder.mkdir()
     made = shards.make_shard(
@@ -372,7 +378,7 @@ def test_texts_that_the_tokenizer_refuses_are_bad_records(tmp_path: Path) -> Non
     assert f"{source}, line 2: key 'text': 'x' is not a token id" in error
     run("preprocess_data", *base, "--vocab-size", "10", "--keep-going")
     assert documents(tmp_path / "x_text_document") == [[1, 2], [3]]
-    lines = (tmp_path / "x_bad_records.tsv").read_text().splitlines()
+    lines = (tmp_path / "x_text_document_bad_records.tsv").read_text().splitlines()
     assert [line.split("\t")[1] for line in lines] == ["2", "4"]
 
 
@@ -473,13 +479,195 @@ def test_shards_that_were_left_beside_a_whole_dataset_are_removed(
             main()
     other = shards / f"{'0' * 32}-0.bin"
     other.write_text("")
-    main()
     assert len(names(shards)) == 4, "the three files of the shard, and the other one"
+    main()
+    assert names(shards) == [other.name]
     other.unlink()
     main()
     assert not shards.exists()
     assert documents(tmp_path / "x_text_document") == [[*b"a"]]
     assert f"{shards}: removed, as the dataset is whole" in capsys.readouterr().out
+
+
+def test_shards_of_another_key_are_left_to_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "a", "title": "b"}])
+    main = names_of_tool("preprocess_data")["main"]
+    base = ["--input", source, "--output-prefix", tmp_path / "x", *BYTES, "--json-keys"]
+
+    def start(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", command("preprocess_data", *base, *words)[1:])
+        main()
+
+    def killed(*parts: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setitem(main.__globals__, "merge_datasets", killed)
+        for words in (["text"], ["text", "--append-eod"]):
+            with pytest.raises(KeyboardInterrupt):
+                start(*words)
+    kept = names(tmp_path / "x.shards")
+    assert len(kept) == 6
+    start("title")
+    assert names(tmp_path / "x.shards") == kept
+    capsys.readouterr()
+    start("text")
+    assert "1 of 1 shard are finished already" in capsys.readouterr().out
+    assert not (tmp_path / "x.shards").exists(), "those of another setting of this key are of no more use"
+    assert documents(tmp_path / "x_text_document") == [[*b"a"]]
+    assert documents(tmp_path / "x_title_document") == [[*b"b"]]
+
+
+def test_a_disk_that_is_full_as_shards_are_joined_says_that_ids_are_there_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "a" * 100}])
+    main = names_of_tool("preprocess_data")["main"]
+
+    def full(*parts: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "x.bin")
+
+    monkeypatch.setitem(main.__globals__, "merge_datasets", full)
+    words: Arguments = ["--input", source, "--output-prefix", tmp_path / "x", *BYTES]
+    monkeypatch.setattr(sys, "argv", command("preprocess_data", *words)[1:])
+    with pytest.raises(UserError, match=r"^x\.bin: No space .*; until the shards are joined its ids, 0\.2 kB, are on"):
+        main()
+    assert names(tmp_path) == ["c.jsonl", "x.shards"]
+
+
+def replaced(path: Path) -> None:
+    path.with_suffix(".new").write_text('{"text": "new"}\n')
+    path.with_suffix(".new").replace(path)
+
+
+def grown(path: Path) -> None:
+    with path.open("a") as file:
+        file.write('{"text": "new"}\n')
+
+
+CHANGES = [replaced, grown, Path.unlink]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_dataset_is_not_made_of_an_input_that_changes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
+) -> None:
+    sources = [write_lines(tmp_path / f"{name}.jsonl", [{"text": "old"}]) for name in "abc"]
+    main = names_of_tool("preprocess_data")["main"]
+    make_shards = main.__globals__["make_shards"]
+
+    def make(*parts: object, **options: object) -> object:
+        made = make_shards(*parts, **options)
+        for source in sources[:2]:
+            change(source)
+        return made
+
+    monkeypatch.setitem(main.__globals__, "make_shards", make)
+    words: Arguments = ["--input", *sources, "--output-prefix", tmp_path / "x", *BYTES]
+    monkeypatch.setattr(sys, "argv", command("preprocess_data", *words)[1:])
+    with pytest.raises(UserError, match=f"^{sources[0]}, {sources[1]}: changed while this run went on"):
+        main()
+    assert not any(name.startswith("x_") for name in names(tmp_path))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_shard_of_a_file_that_changes_as_it_is_read_is_never_finished(
+    tmp_path: Path, module: Callable[[str], ModuleType], change: Callable[[Path], None]
+) -> None:
+    shards, encoder = module("shards"), module("encoder").Encoder(keys=["text"], eod=None, split=None)
+    path = write_lines(tmp_path / "c.jsonl", [{"text": "old"}])
+    file = module("inputs").InputFile(path=path, format="lines", compression="")
+    (shard,) = shards.plan_shards([file], [], "group")
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    with pytest.raises(UserError, match=f"^{path}: changed while this run went on"):
+        shards.make_shard(
+            shard,
+            folder,
+            encoder,
+            lambda texts: (np.arange(len(texts)), np.ones(len(texts), np.int64)),
+            dtype=np.dtype(np.uint16),
+            keep_going=False,
+            made=lambda *counts: change(path),
+        )
+    assert shards.finished(shard, folder) is None
+
+
+@pytest.mark.parametrize(
+    ("how", "workers", "message"),
+    [
+        (signal.SIGTERM, 1, "--workers 1: a worker was ended by SIGTERM"),
+        (signal.SIGKILL, 1, "--workers 1: a worker was ended by SIGKILL, most likely for want of memory"),
+        (
+            signal.SIGKILL,
+            2,
+            "--workers 2: a worker was ended by SIGKILL, most likely for want of memory; use fewer workers",
+        ),
+    ],
+)
+def test_how_a_worker_has_ended_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: Callable[[str], ModuleType],
+    how: signal.Signals,
+    workers: int,
+    message: str,
+) -> None:
+    files = [
+        module("inputs").InputFile(path=large(tmp_path / f"{name}.jsonl", 9), format="lines", compression="")
+        for name in "ab"
+    ]
+    job = module("workers").Job(
+        shards=module("shards").plan_shards(files, [], "group"),
+        folder=tmp_path,
+        encoder=module("encoder").Encoder(keys=["text"], eod=None, split=None),
+        tokenizer=ByteTokenizer(),
+        fast=None,
+        dtype=np.dtype(np.uint16),
+        keep_going=False,
+    )
+    monkeypatch.setattr(module("workers"), "make_shard", lambda *parts, **options: os.kill(os.getpid(), how))
+    with pytest.raises(UserError) as raised:
+        module("workers").make_shards(job, {}, workers=workers)
+    assert str(raised.value) == message
+
+
+def test_a_list_of_bad_records_belongs_to_one_dataset(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "a"}, {"title": "b"}, {"text": "c", "title": "d"}])
+    base = ["--input", source, "--output-prefix", tmp_path / "x", *BYTES, "--keep-going", "--json-keys"]
+    for key in ("text", "title"):
+        run("preprocess_data", *base, key)
+    for key, line in (("text", 2), ("title", 1)):
+        assert f"{source}\t{line}\t" in (tmp_path / f"x_{key}_document_bad_records.tsv").read_text()
+        assert "already there and complete" in run("preprocess_data", *base, key)
+    listed = tmp_path / "x_text_document_bad_records.tsv"
+    listed.unlink()
+    assert f"made again, {listed} is not there" in run("preprocess_data", *base, "text")
+    assert listed.exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("*", ["a.jsonl", "sub/b.jsonl", "sub/deep/c.jsonl"]),
+        ("**", ["a.jsonl", "sub/b.jsonl", "sub/deep/c.jsonl"]),
+        ("**/*.jsonl", ["a.jsonl", "sub/b.jsonl", "sub/deep/c.jsonl"]),
+        ("s*/*", ["sub/b.jsonl", "sub/deep/c.jsonl"]),
+        ("*.jsonl", ["a.jsonl"]),
+    ],
+)
+def test_a_folder_that_a_pattern_matches_is_as_one_that_is_named(
+    tmp_path: Path, module: Callable[[str], ModuleType], pattern: str, found: list[str]
+) -> None:
+    (tmp_path / "sub" / "deep").mkdir(parents=True)
+    (tmp_path / "x.shards").mkdir()  # of a run that was killed
+    (tmp_path / "x.shards" / "lock").write_text("")
+    for name in ("a.jsonl", "sub/b.jsonl", "sub/deep/c.jsonl"):
+        write_lines(tmp_path / name, [{"text": name}])
+    files = module("inputs").find_inputs([f"{tmp_path}/{pattern}"], flag="--input")
+    assert [str(file.path.relative_to(tmp_path)) for file in files] == found
 
 
 def test_two_runs_do_not_write_one_dataset(tmp_path: Path) -> None:

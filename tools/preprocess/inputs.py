@@ -36,8 +36,9 @@ class InputFile:
 def find_inputs(arguments: Sequence[str], *, flag: str) -> list[InputFile]:
     """The files that paths, folders and glob patterns name.
 
-    They come in the order given; those of a folder, with the folders in it, and of a pattern sorted. In a folder
-    hidden files and files of other endings are left out, the latter with a line that says how many.
+    They come in the order given; those of a folder, with the folders in it, and of a pattern sorted. A folder that a
+    pattern matches is as one that is named. In a folder hidden files and files of other endings are left out, the
+    latter with a line that says how many.
 
     Raises:
         UserError: an argument names nothing, a file has an ending that says nothing, or is named twice; or a link
@@ -59,30 +60,40 @@ def _find(arguments: Iterable[str], flag: str) -> Iterator[InputFile]:
         if not argument:  # would be the present folder
             raise UserError(f"{flag}: one of its words is empty, as a variable that is not set")
         path = Path(argument)
-        if path.is_dir():
-            yield from _files_of_folder(path, flag)
-            continue
-        matches = [path] if path.exists() else map(Path, sorted(glob.glob(argument, recursive=True)))
-        files = [match for match in matches if not (match.is_dir() or is_record(match))]
+        matches = [path] if path.exists() else _matches(argument)
+        files = [file for match in matches for file in _files_of(match, flag)]
         if not files:
-            raise UserError(f"{flag} {argument}: there is no such file")
-        for file in files:
-            _check_link(file, flag)
-            if not file.is_file():
-                raise UserError(f"{flag} {file}: is not a regular file; write what it gives to a file first")
-            if (known := _known(file)) is None:
-                raise UserError(f"{flag} {file}: its ending does not say what it holds; known are {ENDINGS}")
-            yield known
+            what = f"the folder holds no file that ends in {ENDINGS}" if path.is_dir() else "there is no such file"
+            raise UserError(f"{flag} {argument}: {what}")
+        yield from files
 
 
-def _files_of_folder(folder: Path, flag: str) -> Iterator[InputFile]:
+def _matches(pattern: str) -> list[Path]:
+    """What a pattern matches, sorted; what stands in a folder that it matches comes with that one."""
+    found = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+    folders = {path for path in found if path.is_dir()}
+    return [path for path in found if folders.isdisjoint(path.parents)]
+
+
+def _files_of(path: Path, flag: str) -> list[InputFile]:
+    if path.is_dir():
+        return _files_of_folder(path, flag)
+    if is_record(path):
+        return []
+    _check_link(path, flag)
+    if not path.is_file():
+        raise UserError(f"{flag} {path}: is not a regular file; write what it gives to a file first")
+    if (known := _known(path)) is None:
+        raise UserError(f"{flag} {path}: its ending does not say what it holds; known are {ENDINGS}")
+    return [known]
+
+
+def _files_of_folder(folder: Path, flag: str) -> list[InputFile]:
     visible = [path for path in sorted(_visible(folder, flag)) if not is_record(path)]
     known = [file for path in visible if (file := _known(path)) is not None]
-    if not known:
-        raise UserError(f"{flag} {folder}: the folder holds no file that ends in {ENDINGS}")
     if others := len(visible) - len(known):
         say(f"{folder}: {counted(others, 'file')} of other endings left out")
-    yield from known
+    return known
 
 
 def _visible(folder: Path, flag: str) -> Iterator[Path]:

@@ -38,13 +38,17 @@ def read_rows(path: Path, begin: int, end: int, keys: Sequence[str]) -> Iterator
     """Some rows after another, each with the values of the columns `keys`.
 
     Raises:
-        UserError: the file is damaged, or has no such column.
+        UserError: the file is damaged, or has no such column, or more than one.
     """
     with _opened(path) as file:
         columns = file.schema_arrow.names
         for key in keys:
             if key not in columns:
                 raise UserError(f"{path}: has no column {key!r}; its columns: {', '.join(map(repr, columns[:10]))}")
+            if columns.count(key) > 1:
+                raise UserError(
+                    f"{path}: has {columns.count(key)} columns {key!r}; which of them is meant is not known"
+                )
         groups = range(begin, end)
         for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=list(keys), use_threads=False):
             values = [[_value(cell) for cell in batch.column(key)] for key in keys]

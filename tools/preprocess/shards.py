@@ -4,13 +4,17 @@ Note [Which shard is it]
 A shard is named by a digest of all that its content depends on: which bytes of which files, their sizes and times, and
 the settings. Its record is written last, so a shard that has one is whole, and is that of the same work whoever made
 it and with how many workers. A run that goes on where another ended makes those that have none; a file that has
-changed since, or another setting, leads to other names.
+changed since, or another setting, leads to other names. A file that changes while a shard is made of it is an error.
+
+The names of all shards of one dataset begin alike, whatever input and settings they are of: so those of another one,
+whose run waits in the same folder to go on, are told from them.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,10 +40,22 @@ _NAMES = re.compile(rf"[0-9a-f]{{32}}(\.done|-\d+\.(bin|idx))(\..*\.tmp)?|{LOCK}
 MOST_PIECES = 10_000
 
 
+class FileState(NamedTuple):
+    size: int
+    mtime_ns: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shard:
+    """A part of the input.
+
+    Attributes:
+        states: of the file of each piece, as the shards were planned.
+    """
+
     name: str
     pieces: tuple[Piece, ...]
+    states: tuple[FileState, ...]
 
     @property
     def size(self) -> int:
@@ -83,11 +99,17 @@ class ShardRecord:
     bad: int
 
 
-def plan_shards(files: Sequence[InputFile], settings: object) -> list[Shard]:
+def shard_group(level: str, keys: Sequence[str]) -> str:
+    """What the names of all shards of these datasets begin with."""
+    return hashlib.sha256(json.dumps([level, *keys]).encode()).hexdigest()[:8]
+
+
+def plan_shards(files: Sequence[InputFile], settings: object, group: str) -> list[Shard]:
     """The shards of the input, in its order; with the same input and settings always the same.
 
     Args:
         settings: plain JSON, all but the input that the tokens depend on.
+        group: of `shard_group`.
     """
     total = sum(file.path.stat().st_size for file in files)
     size = max(SMALLEST_BYTES, -(-total // MOST_SHARDS))
@@ -99,15 +121,30 @@ def plan_shards(files: Sequence[InputFile], settings: object) -> list[Shard]:
             room = size
         runs[-1].append(piece)
         room -= piece.size
-    return [Shard(name=_name(run, settings), pieces=tuple(run)) for run in runs]
+    return [_shard(run, settings, group) for run in runs]
 
 
-def _name(pieces: Sequence[Piece], settings: object) -> str:
-    states = []
-    for piece in pieces:
-        state = piece.file.path.stat()
-        states.append([str(piece.file.path.absolute()), state.st_size, state.st_mtime_ns, piece.begin, piece.end])
-    return hashlib.sha256(json.dumps([settings, states]).encode()).hexdigest()[:32]
+def _shard(pieces: Sequence[Piece], settings: object, group: str) -> Shard:
+    states = tuple(_state(piece.file.path) for piece in pieces)
+    parts = [[str(piece.file.path.absolute()), *state, piece.begin, piece.end] for piece, state in zip(pieces, states)]
+    digest = hashlib.sha256(json.dumps([settings, parts]).encode()).hexdigest()
+    return Shard(name=group + digest[:24], pieces=tuple(pieces), states=states)
+
+
+def _state(path: Path) -> FileState:
+    state = path.stat()
+    return FileState(state.st_size, state.st_mtime_ns)
+
+
+def require_unchanged(shards: Iterable[Shard]) -> None:
+    """Raises UserError: a file is no longer the one of which the shards were planned."""
+    planned = {piece.file.path: state for shard in shards for piece, state in zip(shard.pieces, shard.states)}
+    if changed := [str(path) for path, state in planned.items() if not path.exists() or _state(path) != state]:
+        more = f" and {len(changed) - 10:,} more" if len(changed) > 10 else ""
+        raise UserError(
+            f"{', '.join(changed[:10])}{more}: changed while this run went on, so its dataset would be of old and new "
+            "documents; give the same command again when nothing writes there"
+        )
 
 
 def finished(shard: Shard, folder: Path) -> ShardRecord | None:
@@ -145,7 +182,7 @@ def make_shard(
 
     Raises:
         BadRecord: where `keep_going` is off.
-        UserError: a file is damaged.
+        UserError: a file is damaged, or has changed since the shards were planned.
     """
     size = documents = 0
     tokens = [0 for _ in encoder.keys]
@@ -168,6 +205,7 @@ def make_shard(
             rows[piece] += block.rows
             size += block.size
             made(size, documents, sum(tokens))
+    require_unchanged([shard])
     record = ShardRecord(documents=documents, tokens=tokens, rows=rows, bad=len(bads))
     with whole_file(_record_path(shard, folder)) as file:
         file.write(json.dumps({**asdict(record), "bad": bads}).encode())
@@ -199,10 +237,13 @@ def is_of_shard(path: Path) -> bool:
     return _NAMES.fullmatch(path.name) is not None
 
 
-def holds_no_others(folder: Path, shards: Sequence[Shard]) -> bool:
-    """Whether all files of a folder are of these shards."""
-    names = {shard.name for shard in shards}
-    return all(path.name == LOCK or (is_of_shard(path) and path.name[:32] in names) for path in folder.iterdir())
+def remove_shards(folder: Path, group: str) -> None:
+    """Remove the shards of a group, also those of another input or setting; the folder, too, if it holds no others."""
+    if all(path.name == LOCK or path.name.startswith(group) for path in folder.iterdir()):
+        shutil.rmtree(folder)
+    else:
+        for path in folder.glob(f"{group}*"):
+            path.unlink()
 
 
 def _record_path(shard: Shard, folder: Path) -> Path:

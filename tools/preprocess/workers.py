@@ -95,6 +95,8 @@ def make_shards(job: Job, made: Mapping[int, ShardRecord], *, workers: int) -> l
         initializer=_start_worker,
         initargs=(job, board),
     )
+    pool.submit(os.getpid)  # the first task starts them all
+    processes = multiprocessing.active_children()
     try:
         use_fast = job.fast is not None and _is_exact(pool)
         futures = {pool.submit(_make_in_worker, index, use_fast): index for index in missing}
@@ -106,12 +108,22 @@ def make_shards(job: Job, made: Mapping[int, ShardRecord], *, workers: int) -> l
         place = bad.piece.where(count_before(bad.piece) + bad.number)
         raise UserError(f"{place}: {bad.problem}") from None
     except BrokenProcessPool:
-        raise UserError(
-            f"--workers {workers}: a worker was killed, most likely for want of memory; use fewer workers"
-        ) from None
+        pool.shutdown(wait=True)  # of all workers it is known then how they have ended
+        raise UserError(f"--workers {workers}: {_why([process.exitcode for process in processes])}") from None
     finally:
         board.stop()
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _why(codes: Sequence[int | None]) -> str:
+    """How the first of the workers has ended: what is left of them the pool ends by SIGTERM."""
+    code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), -signal.SIGTERM)
+    if code > 0:
+        return f"a worker has ended with status {code}"
+    why = f"a worker was ended by {signal.Signals(-code).name}"
+    if code == -signal.SIGKILL:
+        why += ", most likely for want of memory" + ("; use fewer workers" if len(codes) > 1 else "")
+    return why
 
 
 def _is_exact(pool: ProcessPoolExecutor) -> bool:
