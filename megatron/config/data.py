@@ -445,6 +445,8 @@ def parse_blend(words: Sequence[str]) -> Blend | None:
             raise ValueError(
                 f"{weight:g} {prefix}: a weight must be a positive number; leave a dataset out to draw nothing from it"
             )
+    if not sum(weights) < float("inf"):
+        raise ValueError("the sum of the weights is more than a number can hold; only their shares in it count")
     return Blend(prefixes=prefixes, weights=weights)
 
 

@@ -279,6 +279,8 @@ def _load(folder: Path, name: str) -> Arrays | None:
     manifest = folder / f"{name}.json"
     try:
         entries: dict[str, dict[str, int]] = json.loads(manifest.read_text())["files"]
+        if not isinstance(entries, dict) or not entries:
+            raise ValueError(f"{manifest.name} names no files")
         arrays: dict[str, npt.NDArray[Any]] = {}
         for file_name, expected in entries.items():
             path = folder / file_name

@@ -872,6 +872,11 @@ def test_a_blend_that_is_neither_weighted_nor_plain_is_refused(words: str, rule:
         parse_arguments([*command_line("", "--mock-data"), "--data-path", *words.split()], check_files=False)
 
 
+def test_weights_whose_sum_is_beyond_every_number_are_refused() -> None:
+    with pytest.raises(ValueError, match="the sum of the weights is more than a number can hold"):
+        parse_blend(["1e308", "a", "1e308", "b"])
+
+
 @pytest.mark.parametrize("weight", ["0", "-0.1", "nan", "inf"])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_weight_that_is_not_positive_is_refused_wherever_it_stands(weight: str, place: int) -> None:

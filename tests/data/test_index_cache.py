@@ -147,6 +147,18 @@ def test_the_lock_of_a_killed_owner_is_taken_over(tmp_path: Path) -> None:
     assert not list(folder.glob("*.lock*"))
 
 
+@pytest.mark.parametrize(
+    "content", ["[]", '"x"', "7", '{"files": null}', '{"files": []}', '{"files": {}}', '{"files": {"x": 7}}']
+)
+def test_a_manifest_that_is_none_is_no_entry(content: str, tmp_path: Path) -> None:
+    folder, log = tmp_path / "cache", tmp_path / "log"
+    get(IndexCache(folder), log)
+    (manifest,) = folder.glob("*.json")
+    manifest.write_text(content)
+    assert np.array_equal(get(IndexCache(folder), log), VALUES)
+    assert builds(log) == 2
+
+
 @pytest.mark.parametrize("text", ["process 1 on another-host since yesterday", f"process {os.getpid()} on here", ""])
 def test_what_a_lock_file_says_holds_nobody_up(text: str, tmp_path: Path) -> None:
     """Its process has died, on another host or in a container whose process numbers mean others here."""
