@@ -8,7 +8,6 @@ import re
 import sys
 from collections import Counter, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
-from math import ceil
 from multiprocessing.connection import Connection
 
 from command_line import progress
@@ -21,7 +20,7 @@ from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
 from megatron.config.problems import UserError
 from megatron.tokenizer.sentencepiece_tokenizer import LITERAL_SPACE_SYMBOL, SPACE_SYMBOL
-from megatron.tokenizer.tokenizers_tokenizer import GPT2_END_OF_TEXT, LARGEST_UNMADE_SHARE
+from megatron.tokenizer.tokenizers_tokenizer import GPT2_END_OF_TEXT, only_merges_make
 from megatron.tokenizer.wordpiece_tokenizer import SPECIAL_TOKENS, UNKNOWN
 
 END_OF_DOCUMENT = GPT2_END_OF_TEXT
@@ -136,15 +135,15 @@ def train_byte_level_bpe(
     No text gives those: there are no merges that make them.
 
     Raises:
-        UserError: the text cannot fill the vocabulary, it gives a special token, or there are too many of these.
+        UserError: the text cannot fill the vocabulary, or a special token is a word.
     """
     added = [END_OF_DOCUMENT, *special_tokens]
-    if len(added) > LARGEST_UNMADE_SHARE * vocab_size:
-        raise UserError(
-            f"--special-tokens {' '.join(special_tokens)}: these and {END_OF_DOCUMENT} are more than "
-            f"{LARGEST_UNMADE_SHARE:.0%} of --vocab-size {vocab_size}, the most that a byte-level BPE may have without "
-            f"merges; --vocab-size {ceil(len(added) / LARGEST_UNMADE_SHARE)} has room for them"
-        )
+    for token in special_tokens:
+        if only_merges_make(token):
+            raise UserError(
+                f"--special-tokens {token}: is one word, as tokens of a text are; a special one is of letters and "
+                "signs, such as <fim_prefix>"
+            )
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     trainer = BpeTrainer(
@@ -155,7 +154,6 @@ def train_byte_level_bpe(
     )
     backend.train_from_iterator(_read(documents), trainer)
     learnt = json.loads(backend.to_str())["model"]
-    _check_not_learnt(special_tokens, learnt["vocab"])
     vocabulary = {**learnt["vocab"], **{token: index for index, token in enumerate(added, len(learnt["vocab"]))}}
     _check_filled(len(vocabulary), vocab_size)
     merges = "".join(f"{left} {right}\n" for left, right in learnt["merges"])

@@ -15,8 +15,6 @@ from megatron.config.problems import UserError
 from megatron.tokenizer.tokenizer import END_OF_DOCUMENT_TOKENS, check_text, digest, read_tokenizer_file
 
 GPT2_END_OF_TEXT = "<|endoftext|>"
-# Of the tokens of a byte-level BPE, those that no merge makes.
-LARGEST_UNMADE_SHARE = 0.1
 
 
 class TokenizersTokenizer:
@@ -142,12 +140,14 @@ def gpt2_bpe_tokenizer(vocab_file: str | Path, merge_file: str | Path) -> Tokeni
             "byte-level BPE"
         )
     made = {line.removesuffix("\r").replace(" ", "") for line in merges.decode().split("\n")}
-    unmade = [token for token in backend.get_vocab() if len(token) > 1 and token not in made]
-    # A few of those are special tokens, or words that were added to no use.
-    if len(unmade) > LARGEST_UNMADE_SHARE * backend.get_vocab_size():
+    unmade = [
+        token for token in backend.get_vocab() if len(token) > 1 and token not in made and only_merges_make(token)
+    ]
+    if unmade:
         raise UserError(
             f"--merge-file {merge_file} has no merge for {len(unmade):,} of the {backend.get_vocab_size():,} tokens of "
-            f"--vocab-file {vocab_file}, such as {min(unmade)!r}: it is cut off, or belongs to another vocabulary"
+            f"--vocab-file {vocab_file}, such as {min(unmade)!r}: lines are missing, or it is of another vocabulary; "
+            "tokens that were put in beside the merges are described in a tokenizer.json (HuggingFaceTokenizer)"
         )
     backend.add_special_tokens([GPT2_END_OF_TEXT])
     return TokenizersTokenizer(
@@ -159,6 +159,18 @@ def gpt2_bpe_tokenizer(vocab_file: str | Path, merge_file: str | Path) -> Tokeni
         include_special_tokens=True,
         fingerprint=digest("gpt2-bpe", vocab, merges),
     )
+
+
+def only_merges_make(token: str) -> bool:
+    """Whether a token of a byte-level BPE is of one word, or a part of one, as GPT-2 cuts texts.
+
+    What was put in beside the merges, such as <pad>, [MASK] and madeupword0000, is of several, or is no bytes of text.
+    """
+    if not set(token) <= set(ByteLevel.alphabet()):
+        return False
+    # A token may begin and end within a character, which then shows as U+FFFD.
+    text = ByteLevelDecoder().decode([token]).strip("\ufffd")
+    return "\ufffd" not in text and len(ByteLevel(add_prefix_space=False).pre_tokenize_str(text)) <= 1
 
 
 def huggingface_tokenizer(path: str | Path, *, include_special_tokens: bool = True) -> TokenizersTokenizer:

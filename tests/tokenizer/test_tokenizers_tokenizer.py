@@ -1,6 +1,7 @@
 """GPT-2's files and tokenizer.json: special ids are looked up, nothing is cut, nothing is lost."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,34 @@ def test_a_broken_file_is_refused_with_its_flag(tmp_path: Path, broken: str) -> 
     (tmp_path / broken).write_text("one two three\n" * 2)
     with pytest.raises(ValueError, match=f"--vocab-file .*{broken}"):
         gpt2_bpe_tokenizer(vocab, merges)
+
+
+@pytest.mark.parametrize("line", [1, 2, 20_000, 49_999, 50_000])
+def test_a_merge_that_is_missing_is_noticed(tmp_path: Path, line: int) -> None:
+    """Of GPT-2's 50,000, whichever it is: the ids of texts would be others."""
+    lines = gpt2_merge_file().read_text().splitlines(keepends=True)
+    lost = lines.pop(line)
+    (tmp_path / "merges.txt").write_text("".join(lines))
+    token = lost.replace(" ", "").strip()
+    with pytest.raises(ValueError, match=rf"no merge for 1 of the 50,257 tokens .* such as '{re.escape(token)}'"):
+        gpt2_bpe_tokenizer(gpt2_vocab_file(), tmp_path / "merges.txt")
+
+
+def test_no_token_of_gpt2_but_the_end_of_a_document_can_do_without_its_merge(tmp_path: Path) -> None:
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(ValueError, match=r"no merge for 50,000 of the 50,257 tokens"):
+        gpt2_bpe_tokenizer(gpt2_vocab_file(), tmp_path / "merges.txt")
+
+
+def test_tokens_that_were_put_in_beside_the_merges_are_taken(tmp_path: Path) -> None:
+    """Those of RoBERTa and OPT, StarCoder, Falcon and OLMo, wherever they stand."""
+    put_in = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "madeupword0000", "<fim_prefix>", "<jupyter_start>", "[MASK]"]
+    put_in += ["<|im_start|>", "<extra_id_0>", ">>TITLE<<", "|||EMAIL_ADDRESS|||", "__start__", "<início>", "<｜end｜>"]
+    words = json.loads(gpt2_vocab_file().read_text())
+    symbols = [*put_in[:4], *sorted(words), *put_in[4:]]
+    vocab, _ = write_bpe(tmp_path, symbols)
+    tokenizer = gpt2_bpe_tokenizer(vocab, gpt2_merge_file())
+    assert tokenizer.encode("Hello world") == [symbols.index("Hello"), symbols.index("Ġworld")]
 
 
 def test_a_missing_file_is_refused_with_its_flag(tmp_path: Path) -> None:
