@@ -6,6 +6,7 @@ model that is larger than the memory can be converted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from megatron.core.tensor_parallel.placement import Placement
 from megatron.model.bert_model import BertModel
 from megatron.model.gpt_model import GPTModel
 
+_AT_ONCE = 2**20  # elements
+
 
 class ConversionError(UserError):
     """A model cannot be read from, or written in, a form; the text says which file, which tensor and why."""
@@ -36,11 +39,13 @@ class LazyTensor:
 
     Attributes:
         read: the whole tensor of this shape and dtype, contiguous, on the CPU; each call reads it again.
+        source: where that is from, for messages: a file, or a name in one. "" says nothing.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +128,34 @@ def _in_dtype(key: str, lazy: LazyTensor, dtype: torch.dtype) -> LazyTensor:
         return rounded
 
     return LazyTensor(shape=lazy.shape, dtype=dtype, read=read)
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    """Of two tensors of a shape, in double precision. NaN is as NaN, and infinitely far from any number."""
+    largest = 0.0
+    for mine, theirs in zip(_parts(one), _parts(other)):
+        mine, theirs = mine.double(), theirs.double()
+        same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+        if not same.all():
+            apart = (mine - theirs).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)
+            largest = max(largest, float(apart.max()))
+    return largest
+
+
+def not_finite(values: Tensor) -> str:
+    """How many of the numbers are none to compute with, in words; "" for none."""
+    nan = infinite = 0
+    for part in _parts(values):
+        if not part.isfinite().all():
+            nan += int(part.isnan().sum())
+            infinite += int(part.isinf().sum())
+    counts = (f"{nan:,} NaN" if nan else "", f"{infinite:,} infinite" if infinite else "")
+    return " and ".join(filter(None, counts))
+
+
+def _parts(values: Tensor) -> tuple[Tensor, ...]:
+    """Some elements at a time: what is computed of all at once would take several tensors."""
+    return torch.split(values.flatten(), _AT_ONCE)
 
 
 def build_chunk(

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.conversion.megatron_lm import shards
 from megatron.conversion.megatron_lm.flat_buffers import bucket_limit, flat_buckets
 from megatron.conversion.megatron_lm.names import flat_names
 from megatron.conversion.megatron_lm.reader import read_megatron
-from megatron.conversion.portable import ConversionError, PortableModel
+from megatron.conversion.portable import ConversionError, PortableModel, not_finite
 from tests.conversion.megatron_files import (
     CHECKPOINTS,
     FILE,
@@ -174,6 +175,18 @@ def test_main_weights_that_are_not_at_their_place_are_refused_when_they_are_read
     model = read_megatron(changed("bf16_dp1/torch_bf16", tmp_path, change))
     with pytest.raises(ConversionError, match="the weight that the optimizer keeps is not that of the model"):
         read_all(model)
+
+
+def test_main_weights_that_are_nan_where_the_model_is_are_its_own(tmp_path: Path) -> None:
+    def change(_: str, state: Any) -> None:
+        groups = state["optimizer"]["fp32_from_fp16_params"]
+        words = state["model"]["embedding.word_embeddings.weight"]
+        (main,) = (tensor for tensor in groups[0] + groups[1] if torch.equal(tensor.bfloat16(), words))
+        words[0, 0] = main[0, 0] = float("nan")
+        words[0, 1] = main[0, 1] = float("inf")
+
+    found = weights(read_megatron(changed("bf16_dp1/torch_bf16", tmp_path, change)))
+    assert not_finite(found["embedding.word_embeddings.weight"]) == "1 NaN and 1 infinite"
 
 
 def test_weights_alone_are_those_that_the_model_computed_with() -> None:
@@ -419,6 +432,93 @@ def test_files_of_two_checkpoints_are_not_mixed(tmp_path: Path) -> None:
 
     with pytest.raises(ConversionError, match=r"mp_rank_01/model_optim_rng\.pt: its iteration is another than that of"):
         read_megatron(changed("llama_gqa/tp2pp1", tmp_path, change))
+
+
+def word_embeddings_of_the_last_stage(state: Any) -> Tensor:
+    """The copy that is tied to those of the first stage."""
+    model = dict(flat_names(state["model"]))
+    return model.get("word_embeddings_for_head.weight", model.get("output_layer.weight"))  # type: ignore[return-value]
+
+
+TIED = {
+    "bert/tp1pp2": "mp_rank_00_001",
+    "before_core_gpt/tp1pp2": "mp_rank_00_001",
+    "gpt2_learned/tp2pp2": "mp_rank_01_001",
+}
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+@pytest.mark.parametrize("name", TIED)
+def test_a_copy_of_the_tied_word_embeddings_that_differs_is_refused(
+    name: str, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last row of one rank, which is not in memory together with the others."""
+    monkeypatch.setattr(shards, "_COMPARED", 100)
+    last = TIED[name]
+
+    def change(rank: str, state: Any) -> None:
+        if rank == last:
+            word_embeddings_of_the_last_stage(state)[-1, -1] += value
+
+    model = read_megatron(changed(name, tmp_path, change))
+    text = rf"{last}/{FILE} differs from model\.embedding\.word_embeddings\.weight.*by up to (1|inf)\b"
+    with pytest.raises(ConversionError, match=rf"^model\.output_layer\.weight of {re.escape(str(tmp_path))}/{text}"):
+        read_all(model)
+
+
+def test_copies_are_the_same_with_nan_at_the_same_places(tmp_path: Path) -> None:
+    def change(rank: str, state: Any) -> None:
+        if rank.endswith("_001"):
+            word_embeddings_of_the_last_stage(state)[-1, -1] = float("nan")
+        else:
+            dict(flat_names(state["model"]))["language_model.embedding.word_embeddings.weight"][-1, -1] = float("nan")
+
+    found = weights(read_megatron(changed("before_core_gpt/tp1pp2", tmp_path, change)))
+    assert not_finite(found["embedding.word_embeddings.weight"]) == "1 NaN"
+
+
+def test_moments_of_the_tied_word_embeddings_that_differ_are_refused_with_what_leaves_them_out(tmp_path: Path) -> None:
+    def change(rank: str, state: Any) -> None:
+        state["optimizer"] = optimizer_that_keeps(state["model"])
+        if rank.endswith("_001"):
+            copy = word_embeddings_of_the_last_stage(state)
+            for moments in state["optimizer"]["optimizer"]["state"].values():
+                if moments["exp_avg"].shape == copy.shape:
+                    moments["exp_avg"] = copy + 1.0
+
+    copy = changed("before_core_gpt/tp1pp2", tmp_path, change)
+    text = r"^optimizer\.exp_avg\.output_layer\.weight .*_001/.* differs .*; --weights-only leaves the optimizer out$"
+    with pytest.raises(ConversionError, match=text):
+        read_all(read_megatron(copy))
+    read_all(read_megatron(copy, weights_only=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("bert/tp2pp1", "lm_head.dense.weight"),
+        ("bert/tp2pp1", "binary_head.weight"),
+        ("llama_gqa/tp2pp1", "decoder.final_layernorm.weight"),
+    ],
+)
+def test_a_tensor_that_ranks_have_whole_must_be_the_same_on_all(name: str, tensor: str, tmp_path: Path) -> None:
+    def change(rank: str, state: Any) -> None:
+        if rank == "mp_rank_01":
+            state["model"][tensor][-1] += 1.0
+
+    model = read_megatron(changed(name, tmp_path, change))
+    folder = re.escape(str(tmp_path))
+    text = rf"{folder}/mp_rank_01/{FILE} differs from that of {folder}/mp_rank_00/{FILE}, by up to 1\b"
+    with pytest.raises(ConversionError, match=rf"^model\.{re.escape(tensor)} of {text}"):
+        read_all(model)
+
+
+def test_a_weight_that_is_no_tensor_is_named(tmp_path: Path) -> None:
+    copy = changed("bert/tp1pp1", tmp_path, lambda _, state: state["model"].update({"output_layer.bias": "zeros"}))
+    with pytest.raises(
+        ConversionError, match=rf"mp_rank_00/{FILE}: output_layer\.bias is no tensor, but of the type str$"
+    ):
+        read_megatron(copy)
 
 
 def set_argument(**values: Any) -> Callable[[str, Any], None]:

@@ -25,6 +25,8 @@ STATES = {
     "param": "main",
     "fp32_param": "main",
 }
+# What helps where only the optimizer's state is wrong.
+ADVICE = "--weights-only leaves the optimizer out"
 # What is said of a file that can be read, but not understood.
 NOT_THE_FORM = "what is in it has not the form that Megatron-LM gives it"
 

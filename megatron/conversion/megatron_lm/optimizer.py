@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.checkpointing.slices import Box
 from megatron.conversion.megatron_lm.arguments import training_flags
-from megatron.conversion.megatron_lm.contents import STATES
+from megatron.conversion.megatron_lm.contents import ADVICE, STATES
 from megatron.conversion.megatron_lm.flat_buffers import IN_BUFFERS, bucket_limit, flat_buckets
 from megatron.conversion.megatron_lm.pickles import StridedTensor
 from megatron.conversion.megatron_lm.shards import ChunkTensors
@@ -18,7 +18,6 @@ from megatron.conversion.portable import ConversionError, LazyTensor, TrainingSt
 _RULES = {"adam": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum"]}
 # Old names of the schedule's state.
 _SCHEDULE = {"warmup_steps": "lr_warmup_steps", "decay_steps": "lr_decay_steps", "decay_style": "lr_decay_style"}
-ADVICE = "--weights-only leaves the optimizer out"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -199,12 +199,14 @@ class StridedTensor(LazyTensor, _Sealed):
     """A tensor in a file: of a storage the elements from `first` on, in steps of `strides`."""
 
     read: Callable[[], Tensor] = field(init=False, repr=False)
+    source: str = field(init=False, repr=False)
     storage: _Storage
     first: int
     strides: tuple[int, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "read", self._read)
+        object.__setattr__(self, "source", str(self.storage.path))
 
     def _read(self) -> Tensor:
         span = 0 if 0 in self.shape else 1 + sum((size - 1) * step for size, step in zip(self.shape, self.strides))

@@ -8,9 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, RELEASE, TRACKER, MegatronContents, iteration_folder
+from megatron.conversion.megatron_lm.contents import (
+    ADVICE,
+    NOT_THE_FORM,
+    RELEASE,
+    TRACKER,
+    MegatronContents,
+    iteration_folder,
+)
 from megatron.conversion.megatron_lm.names import EMBEDDING, OF_VOCABULARY
-from megatron.conversion.megatron_lm.optimizer import ADVICE
 from megatron.conversion.megatron_lm.pickles import errors_named
 from megatron.conversion.megatron_lm.shards import check_tensors
 from megatron.conversion.megatron_lm.torch_dist import has_torch_dist_layout, read_torch_dist_layout
@@ -121,17 +127,18 @@ def _main_weight(main: LazyTensor, rounded: LazyTensor, what: str) -> LazyTensor
             raise ConversionError(f"{what}: the weight that the optimizer keeps is not that of the model; {ADVICE}")
         return value
 
-    return LazyTensor(shape=main.shape, dtype=main.dtype, read=read)
+    return LazyTensor(shape=main.shape, dtype=main.dtype, read=read, source=main.source)
 
 
 def _is_rounding(rounded: Tensor, value: Tensor) -> bool:
     """Whether one is the other in its own type. Some elements at a time: all at once would take several tensors."""
     limits = torch.finfo(rounded.dtype)
-    parts = zip(torch.split(rounded.flatten(), _COMPARED), torch.split(value.flatten(), _COMPARED))
-    return all(
-        bool(((exact - near.to(exact.dtype)).abs() <= limits.eps * exact.abs() + limits.tiny).all())
-        for near, exact in parts
-    )
+    for near, exact in zip(torch.split(rounded.flatten(), _COMPARED), torch.split(value.flatten(), _COMPARED)):
+        near = near.to(exact.dtype)
+        is_near = (exact - near).abs() <= limits.eps * exact.abs() + limits.tiny
+        if not (is_near | (exact == near) | (exact.isnan() & near.isnan())).all():
+            return False
+    return True
 
 
 def _trimmed(tensors: Mapping[str, LazyTensor], rows: int) -> Iterator[tuple[str, LazyTensor]]:
@@ -144,5 +151,8 @@ def _trimmed(tensors: Mapping[str, LazyTensor], rows: int) -> Iterator[tuple[str
 
 def _first_rows(tensor: LazyTensor, rows: int) -> LazyTensor:
     return LazyTensor(
-        shape=(rows, *tensor.shape[1:]), dtype=tensor.dtype, read=lambda: tensor.read()[:rows].contiguous()
+        shape=(rows, *tensor.shape[1:]),
+        dtype=tensor.dtype,
+        read=lambda: tensor.read()[:rows].contiguous(),
+        source=tensor.source,
     )

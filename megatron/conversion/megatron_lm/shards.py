@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from megatron.checkpointing.slices import Box
 from megatron.config.bert import BertConfig
 from megatron.config.transformer import TransformerConfig
+from megatron.conversion.megatron_lm.contents import ADVICE
 from megatron.conversion.megatron_lm.names import (
     EMBEDDING,
     OF_FIRST,
@@ -22,11 +24,18 @@ from megatron.conversion.megatron_lm.names import (
     with_layer,
 )
 from megatron.conversion.megatron_lm.pickles import StridedTensor
-from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes, refuse_differences
+from megatron.conversion.portable import (
+    ConversionError,
+    LazyTensor,
+    global_shapes,
+    largest_difference,
+    refuse_differences,
+)
 
 # A model chunk of one rank: by kind ("model", "optimizer.exp_avg", …) and then by name, with layers counted from 0.
 ChunkTensors = Mapping[str, Mapping[str, LazyTensor]]
 
+_COMPARED = 2**22  # elements of a copy in memory
 _ROWS = (*OF_VOCABULARY, "self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
 _GATED_ROWS = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
 _COLUMNS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
@@ -39,23 +48,27 @@ def split_dimension(name: str) -> int | None:
     return 1 if name.endswith(_COLUMNS) else None
 
 
-def merged(name: str, parts: Sequence[LazyTensor], *, gated: bool) -> LazyTensor:
+def merged(key: str, parts: Sequence[LazyTensor], *, gated: bool) -> LazyTensor:
     """The whole of a tensor from its parts on the tensor-parallel ranks, in their order.
 
     Args:
+        key: its kind and its name.
         gated: the first projection of the MLP is [gate; up], on each rank of its own.
 
     Raises:
-        ConversionError: the parts do not fit each other.
+        ConversionError: the parts do not fit each other; or, when the tensor is read, ranks that have it whole have
+            other values.
     """
-    first, dim, size = parts[0], split_dimension(name), len(parts)
-    if dim is None or size == 1:
+    first, dim, size = parts[0], split_dimension(key), len(parts)
+    if size == 1:
         return first
-    blocks = 2 if gated and name.endswith(_GATED_ROWS) else 1
-    fits = len(first.shape) > dim and first.shape[dim] % blocks == 0
+    blocks = 2 if gated and key.endswith(_GATED_ROWS) else 1
+    fits = dim is None or (len(first.shape) > dim and first.shape[dim] % blocks == 0)
     if not fits or any((part.shape, part.dtype) != (first.shape, first.dtype) for part in parts):
         shapes = ", ".join(f"{list(part.shape)} {part.dtype}" for part in parts)
-        raise ConversionError(f"{name}: its parts on the tensor-parallel ranks do not fit each other: {shapes}")
+        raise ConversionError(f"{key}: its parts on the tensor-parallel ranks do not fit each other: {shapes}")
+    if dim is None:
+        return _same_on_all(key, parts)
     shape = (*first.shape[:dim], first.shape[dim] * size, *first.shape[dim + 1 :])
 
     def read() -> Tensor:
@@ -66,6 +79,71 @@ def merged(name: str, parts: Sequence[LazyTensor], *, gated: bool) -> LazyTensor
         return whole
 
     return LazyTensor(shape=shape, dtype=first.dtype, read=read)
+
+
+def _same_on_all(key: str, parts: Sequence[LazyTensor]) -> LazyTensor:
+    """A tensor that each rank has whole, and that is compared when it is read: ranks compute the same with it, and have
+    the same gradients of it."""
+    first, *others = parts
+
+    def read() -> Tensor:
+        values = first.read()
+        for other in others:
+            if apart := _difference(values, other):
+                raise ConversionError(
+                    f"{key} of {other.source} differs from that of {first.source}, by up to {apart:.3g}, and "
+                    f"tensor-parallel ranks have it alike{_advice(key)}"
+                )
+        return values
+
+    return LazyTensor(shape=first.shape, dtype=first.dtype, read=read, source=first.source)
+
+
+def with_tied_copy(whole: dict[str, LazyTensor], kind: str, copy: Sequence[LazyTensor]) -> None:
+    """Have the word embeddings compared, when they are read, with the copy that an output layer has of them.
+
+    Args:
+        whole: tensors by kind and our name; those of the kind are looked at.
+        copy: its parts on the tensor-parallel ranks.
+
+    Raises:
+        ConversionError: the copy is of another shape; or, when the embeddings are read, of other values.
+    """
+    key, copied = f"{kind}.{EMBEDDING}", f"{kind}.{OUTPUT}"
+    original = whole.get(key)
+    if original is None:
+        return
+    shape = (copy[0].shape[0] * len(copy), *copy[0].shape[1:]) if copy[0].shape else ()
+    if shape != original.shape or any(part.shape != copy[0].shape for part in copy):
+        raise ConversionError(f"{copied} is {list(shape)}, and {key}, of which it is a copy, {list(original.shape)}")
+
+    def read() -> Tensor:
+        values = original.read()
+        for part, rows in zip(copy, values.chunk(len(copy))):
+            if apart := _difference(rows, part):
+                raise ConversionError(
+                    f"{copied} of {part.source} differs from {key} of {original.source}, by up to {apart:.3g}, and is "
+                    f"tied to it: they are of two trainings, or one is damaged{_advice(key)}"
+                )
+        return values
+
+    whole[key] = LazyTensor(shape=original.shape, dtype=original.dtype, read=read, source=original.source)
+
+
+def _advice(key: str) -> str:
+    return "" if key.startswith("model.") else f"; {ADVICE}"
+
+
+def _difference(values: Tensor, other: LazyTensor) -> float:
+    """The largest one from another tensor of the same shape, of which a part is in memory if it is stored as it is."""
+    if not isinstance(other, StridedTensor) or not other.shape:
+        return largest_difference(values, other.read())
+    rows = max(1, _COMPARED // max(1, math.prod(other.shape[1:])))
+    boxes = [
+        Box(offset=(first, *(0,) * (len(other.shape) - 1)), shape=(min(rows, other.shape[0] - first), *other.shape[1:]))
+        for first in range(0, other.shape[0], rows)
+    ]
+    return max((largest_difference(values[box.index], other.part(box).read()) for box in boxes), default=0.0)
 
 
 def _read_blocks(part: LazyTensor, places: Sequence[Tensor], dim: int) -> None:
@@ -110,9 +188,11 @@ def assembled(
         chunks: by (chunk, stage), of each tensor-parallel rank.
 
     Raises:
-        ConversionError: a rank lacks what its neighbour has, or a stage holds what belongs to another.
+        ConversionError: a rank lacks what its neighbour has, or a stage holds what belongs to another; or, when a
+            tensor is read, two copies of it differ.
     """
     whole: dict[str, LazyTensor] = {}
+    copies: dict[str, Sequence[LazyTensor]] = {}
     before = 0
     places = sorted(chunks)
     ends = {**dict.fromkeys(OF_FIRST, places[0]), **dict.fromkeys(OF_LAST, places[-1])}
@@ -126,17 +206,21 @@ def assembled(
                             f"{kind}.{name} is of pipeline stage {end[1]}, and pipeline stage {place[1]} holds it: the "
                             "files are not in the folders in which they were saved"
                         )
-                if name == OUTPUT and config.tied_embeddings:
-                    continue  # the copy of the last stage
                 parts = [rank[kind][name] for rank in ranks if name in rank.get(kind, {})]
                 if len(parts) != len(ranks):
                     raise ConversionError(
                         f"{kind}.{name} of pipeline stage {place[1]}: {len(parts)} of {len(ranks)} tensor-parallel "
                         f"ranks have it"
                     )
-                whole[f"{kind}.{with_layer(name, before)}"] = merged(name, parts, gated=config.gated)
+                if name == OUTPUT and config.tied_embeddings:
+                    copies[kind] = parts
+                    continue
+                key = f"{kind}.{with_layer(name, before)}"
+                whole[key] = merged(key, parts, gated=config.gated)
         layers = [layer_of(name) for tensors in ranks[0].values() for name in tensors]
         before += max((layer + 1 for layer in layers if layer is not None), default=0)
+    for kind, copy in copies.items():
+        with_tied_copy(whole, kind, copy)
     return whole
 
 

@@ -25,10 +25,10 @@ from megatron.checkpointing.slices import Box, tiling_fault
 from megatron.config.bert import BertConfig
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.megatron_lm.arguments import arguments_of, read_bert, read_config
-from megatron.conversion.megatron_lm.contents import NOT_THE_FORM, STATES, MegatronContents
+from megatron.conversion.megatron_lm.contents import ADVICE, NOT_THE_FORM, STATES, MegatronContents
 from megatron.conversion.megatron_lm.flat_buffers import IN_BUFFERS, bucket_limit, flat_buckets
 from megatron.conversion.megatron_lm.names import EMBEDDING, OUTPUT, native_name, task_of
-from megatron.conversion.megatron_lm.optimizer import ADVICE, SavedOptimizer, training_state
+from megatron.conversion.megatron_lm.optimizer import SavedOptimizer, training_state
 from megatron.conversion.megatron_lm.pickles import (
     StandIn,
     StridedTensor,
@@ -37,7 +37,7 @@ from megatron.conversion.megatron_lm.pickles import (
     read_pickle,
     read_torch_file,
 )
-from megatron.conversion.megatron_lm.shards import ChunkTensors, assembled, cut_shape, model_chunks
+from megatron.conversion.megatron_lm.shards import ChunkTensors, assembled, cut_shape, model_chunks, with_tied_copy
 from megatron.conversion.portable import ConversionError, LazyTensor, global_shapes
 
 _MARKER = "metadata.json"
@@ -80,7 +80,7 @@ class _ChunkedTensor:
 
     def part(self, box: Box, shape: tuple[int, ...]) -> LazyTensor:
         """A box of it, as a tensor of a shape of its own."""
-        return LazyTensor(shape=shape, dtype=self.dtype, read=lambda: self._read(box).reshape(shape))
+        return LazyTensor(shape=shape, dtype=self.dtype, read=lambda: self._read(box).reshape(shape), source=self.key)
 
     def _read(self, box: Box) -> Tensor:
         whole = torch.empty(box.shape, dtype=self.dtype)
@@ -109,7 +109,7 @@ def read_torch_dist_layout(folder: Path, *, weights_only: bool) -> MegatronConte
     config = read_config(arguments)
     bert = read_bert(arguments) if task_of(tensors) == "bert" else None
     with_training = "optimizer" in common and not weights_only
-    whole = dict(_whole_tensors(tensors, config, with_training=with_training))
+    whole = _whole_tensors(tensors, config, with_training=with_training)
     training = None
     if with_training:
         optimizer = common["optimizer"]
@@ -212,9 +212,10 @@ def _first_object(objects: Mapping[str, _Place], prefix: str) -> Any:
 
 def _whole_tensors(
     tensors: Mapping[str, _ChunkedTensor], config: TransformerConfig, *, with_training: bool
-) -> Iterator[tuple[str, LazyTensor]]:
+) -> dict[str, LazyTensor]:
     """Weights, and the states that are kept under the names of parameters, by kind and our name."""
     task = task_of(tensors)
+    found: dict[str, LazyTensor] = {}
     for key, stored in tensors.items():
         kind, name = "model.", key
         if key.startswith("optimizer."):
@@ -229,8 +230,11 @@ def _whole_tensors(
                 )
         for full, tensor in _layers(name, stored, config):
             ours = native_name(full, task)
-            if ours is not None and not (ours == OUTPUT and config.tied_embeddings):
-                yield f"{kind}{ours}", tensor
+            if ours is not None:
+                found[f"{kind}{ours}"] = tensor
+    for copy in [key for key in found if config.tied_embeddings and key.endswith(f".{OUTPUT}")]:
+        with_tied_copy(found, copy.removesuffix(f".{OUTPUT}"), [found.pop(copy)])
+    return found
 
 
 def _layers(name: str, stored: _ChunkedTensor, config: TransformerConfig) -> Iterator[tuple[str, LazyTensor]]:

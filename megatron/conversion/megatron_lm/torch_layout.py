@@ -33,7 +33,7 @@ from megatron.conversion.megatron_lm.optimizer import (
     states_in_buffers,
     training_state,
 )
-from megatron.conversion.megatron_lm.pickles import errors_named, read_torch_file
+from megatron.conversion.megatron_lm.pickles import StandIn, errors_named, read_torch_file
 from megatron.conversion.megatron_lm.shards import ChunkTensors, assembled
 from megatron.conversion.portable import ConversionError, LazyTensor
 
@@ -166,14 +166,22 @@ def _states_of_models(rank: _RankFile) -> list[Mapping[str, Any]]:
 
 
 def _models(rank: _RankFile, task: Task) -> list[dict[str, LazyTensor]]:
-    """The weights of a rank's model chunks by our names, in the order of their registration."""
+    """The weights of a rank's model chunks by our names, in the order of their registration.
+
+    Raises:
+        ConversionError: a weight is no tensor.
+    """
     models = []
     for state in _states_of_models(rank):
         model = {}
         for name, value in flat_names(state):
             ours = native_name(name, task)
-            if ours is not None and isinstance(value, LazyTensor):
-                model[ours] = value
+            if ours is None or value is None:
+                continue
+            if not isinstance(value, LazyTensor):
+                kind = value.name if isinstance(value, StandIn) else type(value).__name__
+                raise ConversionError(f"{name} is no tensor, but of the type {kind}")
+            model[ours] = value
         models.append(model)
     return models
 
@@ -209,7 +217,7 @@ def _by_heads(tensor: LazyTensor, heads: int, width: int, version: float) -> Laz
             rows = rows.view(heads, width, 3, -1).transpose(1, 2)
         return rows.reshape(tensor.shape)
 
-    return LazyTensor(shape=tensor.shape, dtype=tensor.dtype, read=read)
+    return LazyTensor(shape=tensor.shape, dtype=tensor.dtype, read=read, source=tensor.source)
 
 
 def _states(rank: _RankFile, models: list[dict[str, LazyTensor]]) -> list[ChunkTensors]:
