@@ -62,7 +62,7 @@ Purpose = Literal["training", "model", "layout"]
 _TYPICAL_VOCABULARY = 50257
 
 # Tokens of a pair of segments of one token each. Samples without pairs leave room for as much, as in Megatron-LM.
-_SHORTEST_PAIR = 5
+SHORTEST_PAIR = 5
 
 # What decides how many replicas of the model there are.
 _WORLD_FLAGS = (
@@ -523,17 +523,17 @@ def _task_problems(config: MegatronConfig) -> Iterator[Problem]:
     for name, (given, rule) in of_gpt.items():
         if given:
             yield Problem(flags=(name,), rule=f"belongs to {PROGRAMS['gpt']}: {rule}", works=f"leave out {name}")
-    if data.seq_length < _SHORTEST_PAIR:
+    if data.seq_length < SHORTEST_PAIR:
         yield Problem(
             flags=("--seq-length",),
             value=data.seq_length,
-            rule=f"samples of BERT have room for [CLS] A [SEP] B [SEP], at least {_SHORTEST_PAIR} tokens",
-            works=f"--seq-length {_SHORTEST_PAIR} or more",
+            rule=f"samples of BERT have room for [CLS] A [SEP] B [SEP], at least {SHORTEST_PAIR} tokens",
+            works=f"--seq-length {SHORTEST_PAIR} or more",
         )
 
 
 def _masking_problems(config: MegatronConfig) -> Iterator[Problem]:
-    if config.bert is None or config.data.seq_length < _SHORTEST_PAIR:
+    if config.bert is None or config.data.seq_length < SHORTEST_PAIR:
         return
     share, room = config.bert.mask_prob, config.data.seq_length - 3
     if int(share * room) == 0:

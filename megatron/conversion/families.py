@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.config.bert import BertConfig
-from megatron.config.megatron_config import Task, section_problems
-from megatron.config.options import Option, section_options
-from megatron.config.problems import ConfigError, listing, words_or
+from megatron.config.megatron_config import SHORTEST_PAIR, Task, section_problems
+from megatron.config.options import Option, flag_name, section_options
+from megatron.config.problems import Problem, listing, words_or
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.portable import ConversionError
 from megatron.conversion.settings import (
@@ -88,6 +88,7 @@ class Family:
         other_architectures: its classes with fewer heads, besides those whose names follow from the `architecture`.
         old_names: ends of names in older files, and what they are now.
         heads: by what it is for a pattern of our names of a head that files may lack, as a whole.
+        built_on: of a head the one that it takes its input from, which files that have it may not lack.
         zeros: of a configuration the shapes, by name, of tensors that our model has not and that must be zero.
     """
 
@@ -104,14 +105,14 @@ class Family:
     other_architectures: tuple[str, ...] = ()
     old_names: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[str, str] = field(default_factory=dict)
+    built_on: Mapping[str, str] = field(default_factory=dict)
     zeros: Callable[[HuggingFaceConfig], Mapping[str, tuple[int, ...]]] = lambda config: {}
 
     def read(self, values: Mapping[str, Any], source: str) -> HuggingFaceConfig:
         """What a `config.json` says.
 
         Raises:
-            ConversionError: it says something that our model has not.
-            ConfigError: its sizes do not fit each other.
+            ConversionError: it says something that our model has not, or its sizes do not fit each other.
         """
         given = ConfigJson(values, source)
         fields = dict(self.fields)
@@ -120,12 +121,14 @@ class Family:
         given.refuse_unread({*_NEUTRAL, *self.neutral})
         vocab_size, seq_length = fields.pop("vocab_size"), fields.pop("seq_length")
         bert = BertConfig(binary_head=fields.pop("binary_head")) if self.task == "bert" else None
-        for key, value in (("vocab_size", vocab_size), ("the context", seq_length)):
-            if not 1 <= value <= 10**9:
-                raise given.refusal(key, value, "must be from 1 to 10^9")
+        keys = {name: key for setting in self.settings for name, key in setting.keys.items()}
+        shortest = 1 if bert is None else SHORTEST_PAIR
+        for name, value, least in (("vocab_size", vocab_size, 1), ("seq_length", seq_length, shortest)):
+            if not least <= value <= 10**9:
+                raise given.refusal(keys[name], value, f"must be from {least} to 10^9")
         model = TransformerConfig(**fields)
         if problems := section_problems(model):
-            raise ConfigError(problems)
+            raise given.problems([_in_words_of(keys, problem) for problem in problems])
         return HuggingFaceConfig(model=model, bert=bert, vocab_size=vocab_size, seq_length=seq_length)
 
     def write(self, config: HuggingFaceConfig) -> dict[str, Any]:
@@ -141,7 +144,7 @@ class Family:
             return [f"the model is a {config.task.upper()}, and {self.name} is a {self.task.upper()}"]
         try:
             again = self.read(self.write(config), "config.json").model
-        except (ConversionError, ConfigError) as error:
+        except ConversionError as error:
             return [str(error)]
         model = _effective(config.model)
         lines = []
@@ -160,6 +163,12 @@ class Family:
             if name.endswith(old):
                 return name.removesuffix(old) + new
         return name
+
+
+def _in_words_of(keys: Mapping[str, str], problem: Problem) -> str:
+    """A problem of our configuration with the keys of a file, by our fields, for the flags that have one."""
+    names = {flag_name(name): key for name, key in keys.items()}
+    return re.sub(r"--[a-z0-9-]+", lambda flag: names.get(flag[0], flag[0]), str(problem))
 
 
 def _effective(model: TransformerConfig) -> TransformerConfig:
@@ -321,6 +330,7 @@ _BERT_WORDS, _BERT_POSITIONS, _BERT_TYPES = (
     f"bert.embeddings.{name}_embeddings.weight" for name in ("word", "position", "token_type")
 )
 _BERT_BIAS = "cls.predictions.bias"
+_POOLER, _PAIRS = "the first token (pooler)", "pairs of segments"
 
 
 def _bert_names() -> tuple[Match, ...]:
@@ -486,9 +496,10 @@ BERT = Family(
     old_names={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     heads={
         "masked tokens": r"lm_head\..*|output_layer\.bias",
-        "the first token (pooler)": r"pooler\..*",
-        "pairs of segments": r"binary_head\..*",
+        _POOLER: r"pooler\..*",
+        _PAIRS: r"binary_head\..*",
     },
+    built_on={_PAIRS: _POOLER},
     zeros=_one_token_type,
 )
 

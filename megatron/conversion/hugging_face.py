@@ -28,6 +28,7 @@ from megatron.conversion.portable import (
     PortableModel,
     global_shapes,
     global_shards,
+    largest_difference,
     refuse_differences,
 )
 from megatron.conversion.settings import HuggingFaceConfig
@@ -54,8 +55,8 @@ def read_hugging_face(folder: Path) -> PortableModel:
     """The model in a folder; its weights are read later, one by one.
 
     Raises:
-        ConversionError: the folder holds no such model, one that this program does not know, or one that is damaged.
-        ConfigError: sizes in `config.json` do not fit each other.
+        ConversionError: the folder holds no such model, one that this program does not know, or one that is damaged;
+            sizes in `config.json` do not fit each other.
     """
     if not folder.is_dir():
         raise ConversionError(f"{folder} is no folder: nothing is downloaded, give that of a model on this machine")
@@ -121,8 +122,8 @@ def _leave_out_copy(found: dict[str, LazyTensor], copy: str, original: str, fold
     """A copy that is stored although the model has the tensor once must be the same; it is left out then."""
     if copy not in found:
         return
-    values = found.pop(copy).read()
-    if original in found and not torch.equal(values, found[original].read()):
+    stored, tied = found.pop(copy), found.get(original)
+    if tied is not None and (stored.shape != tied.shape or largest_difference(stored.read(), tied.read())):
         raise ConversionError(
             f"{folder}: {copy} differs from {original}, and tie_word_embeddings of {CONFIG} says that they are one"
         )
@@ -141,12 +142,16 @@ def _leave_out_zeros(found: dict[str, LazyTensor], name: str, shape: tuple[int, 
 def _lacking_heads(
     found: Mapping[str, LazyTensor], family: Family, sources: Mapping[str, tuple[Match, tuple[str, ...]]]
 ) -> dict[str, list[str]]:
-    """The heads of our model of which the files have no tensor, and our names in each."""
+    """The heads of our model of which the files have no tensor, and our names in each. What a head that they have is
+    built on is not among them: it is missing."""
     lacking = {}
     for head, pattern in family.heads.items():
         ours = [name for name in sources if re.fullmatch(pattern, name)]
         if ours and not any(other in found for name in ours for other in sources[name][1]):
             lacking[head] = ours
+    for head, base in family.built_on.items():
+        if head not in lacking:
+            lacking.pop(base, None)
     return lacking
 
 
@@ -221,7 +226,15 @@ def _tensors_of_file(path: Path, family: Family) -> Iterator[tuple[str, LazyTens
                 raise ConversionError(
                     f"{path}: {name} is of {header.get_dtype()}; weights in F64, F32, F16 and BF16 can be converted"
                 )
-            yield name, LazyTensor(shape=tuple(header.get_shape()), dtype=dtype, read=_reader(path, name))
+            yield (
+                name,
+                LazyTensor(
+                    shape=tuple(header.get_shape()),
+                    dtype=dtype,
+                    read=_reader(path, name),
+                    source=f"{name} of {path}",
+                ),
+            )
 
 
 def _reader(path: Path, name: str) -> Callable[[], Tensor]:

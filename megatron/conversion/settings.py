@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.bert import BertConfig
 from megatron.config.megatron_config import Task
-from megatron.config.problems import words_or
+from megatron.config.problems import listing, words_or
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion.portable import ConversionError
 
@@ -57,6 +57,12 @@ class ConfigJson:
 
     def refusal(self, key: str, value: object, rule: str) -> ConversionError:
         return ConversionError(f"{self._source}: {key} {_shown(value)} {rule}")
+
+    def problems(self, texts: Sequence[str]) -> ConversionError:
+        """What is wrong with values in it."""
+        return ConversionError(
+            f"{self._source}: {texts[0]}" if len(texts) == 1 else f"{self._source}:\n{listing(texts)}"
+        )
 
     def refuse_unread(self, neutral: Collection[str] = ()) -> None:
         """Refuse what nobody has asked for, and says something: what is not null, and none of the `neutral` keys."""
@@ -114,14 +120,18 @@ class Setting:
     Attributes:
         read: to fields of `TransformerConfig`, `vocab_size` and `seq_length`, and of a BERT `binary_head`.
         write: back.
+        keys: of fields that have the value of a key, that key: what is wrong with one is wrong with the other.
     """
 
     read: Callable[[ConfigJson], Mapping[str, Any]]
     write: Callable[[HuggingFaceConfig], Mapping[str, Any]]
+    keys: Mapping[str, str] = field(default_factory=dict)
 
 
-def _of_model(read: Callable[[ConfigJson], Mapping[str, Any]], write: Callable[[TransformerConfig], Any]) -> Setting:
-    return Setting(read=read, write=lambda config: write(config.model))
+def _of_model(
+    read: Callable[[ConfigJson], Mapping[str, Any]], write: Callable[[TransformerConfig], Any], **keys: str
+) -> Setting:
+    return Setting(read=read, write=lambda config: write(config.model), keys=keys)
 
 
 def same_value(key: str, kind: type, field_name: str, default: Any = _REQUIRED, *, meaning: str = "") -> Setting:
@@ -129,6 +139,7 @@ def same_value(key: str, kind: type, field_name: str, default: Any = _REQUIRED, 
     return _of_model(
         lambda given: {field_name: given.get(key, kind, default)},
         lambda model: {key: getattr(model, meaning or field_name)},
+        **{field_name: key},
     )
 
 
@@ -175,7 +186,9 @@ def key_value_heads(default: int | None) -> Setting:
         groups = given.get("num_key_value_heads", int, missing)
         return {} if groups == heads else {"group_query_attention": True, "num_query_groups": groups}
 
-    return _of_model(read, lambda model: {"num_key_value_heads": model.query_groups})
+    return _of_model(
+        read, lambda model: {"num_key_value_heads": model.query_groups}, num_query_groups="num_key_value_heads"
+    )
 
 
 def head_width(default: int | None) -> Setting:
@@ -186,7 +199,7 @@ def head_width(default: int | None) -> Setting:
         hidden, heads = given.get("hidden_size", int), given.get("num_attention_heads", int)
         return {} if width is None or width * heads == hidden else {"kv_channels": width}
 
-    return _of_model(read, lambda model: {"head_dim": model.head_dim})
+    return _of_model(read, lambda model: {"head_dim": model.head_dim}, kv_channels="head_dim")
 
 
 def rotary() -> Setting:
@@ -235,7 +248,13 @@ def rotary() -> Setting:
             "rope_parameters": {"rope_theta": theta, **scaling},
         }
 
-    return _of_model(read, write)
+    return _of_model(
+        read,
+        write,
+        rotary_base="rope_theta",
+        rotary_seq_len_interpolation_factor="factor",
+        rope_scaling_factor="factor",
+    )
 
 
 def _window(given: ConfigJson, size: int | None) -> Mapping[str, Any]:
@@ -317,13 +336,18 @@ def gpt2_dropout() -> Setting:
             raise given.refusal("embd_pdrop", embedding, f"{rule} to one value")
         return {"hidden_dropout": hidden}
 
-    return _of_model(read, lambda model: {"resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout})
+    return _of_model(
+        read,
+        lambda model: {"resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout},
+        hidden_dropout="resid_pdrop",
+    )
 
 
 def gpt2_width() -> Setting:
     return _of_model(
         lambda given: {"ffn_hidden_size": given.get("n_inner", int, 4 * given.get("n_embd", int))},
         lambda model: {"n_inner": model.ffn_size},
+        ffn_hidden_size="n_inner",
     )
 
 
@@ -331,6 +355,7 @@ def vocabulary() -> Setting:
     return Setting(
         read=lambda given: {"vocab_size": given.get("vocab_size", int)},
         write=lambda config: {"vocab_size": config.vocab_size},
+        keys={"vocab_size": "vocab_size"},
     )
 
 
@@ -339,6 +364,7 @@ def context_length(key: str, default: Any = _REQUIRED) -> Setting:
     return Setting(
         read=lambda given: {"seq_length": given.get(key, int, default)},
         write=lambda config: {key: config.seq_length},
+        keys={"seq_length": key},
     )
 
 
@@ -349,7 +375,9 @@ def learned_positions(key: str, default: int) -> Setting:
         rows = given.get(key, int, default)
         return {"seq_length": rows, "max_position_embeddings": rows}
 
-    return _of_model(read, lambda model: {key: model.max_position_embeddings})
+    return _of_model(
+        read, lambda model: {key: model.max_position_embeddings}, seq_length=key, max_position_embeddings=key
+    )
 
 
 def not_with(key: str, rule: str) -> Setting:

@@ -149,6 +149,7 @@ def joined(
         shape=shape,
         dtype=dtype,
         read=lambda: match.transform.join([part.read().to(dtype) for part in parts.values()], config).contiguous(),
+        source=" and ".join(part.source for part in parts.values()),
     )
 
 

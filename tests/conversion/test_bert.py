@@ -164,6 +164,14 @@ def test_a_head_of_which_a_part_is_missing_is_refused(tmp_path: Path) -> None:
         read_hugging_face(folder)
 
 
+def test_a_head_for_pairs_without_the_pooler_that_it_is_built_on_is_refused(tmp_path: Path) -> None:
+    folder = saved_bert(tmp_path / "theirs")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if "pooler" not in name}, folder / "model.safetensors")
+    with pytest.raises(ConversionError, match=r"bert\.pooler\.dense\.weight \[48, 48\] is missing"):
+        read_hugging_face(folder)
+
+
 def post_norm(*, binary_head: bool, **settings: Any) -> PortableModel:
     how = {"layernorm_placement": "post", "activation": "gelu", "norm_epsilon": 1e-12}
     return our_bert(binary_head=binary_head, **(how | settings))
@@ -451,13 +459,22 @@ def test_stacked_layers_are_read_like_numbered_ones(tmp_path: Path) -> None:
     for name in names:
         stacks[re.sub(r"layers\.\d+\.", "layers.", name)].append(state["model"][name])
     tensors = {name: torch.stack(parts) if ".layers." in name else parts[0] for name, parts in stacks.items()}
-    writer = torch.distributed.checkpoint.FileSystemWriter(tmp_path)
-    torch.distributed.checkpoint.save(tensors, storage_writer=writer, no_dist=True)
-    torch.save({"args": state["args"], "iteration": 1}, tmp_path / "common.pt")
-    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    found, one = read_megatron(tmp_path), read_megatron(CHECKPOINTS / "bert/tp1pp1")
+
+    def saved(folder: Path, **copy: Tensor) -> PortableModel:
+        writer = torch.distributed.checkpoint.FileSystemWriter(folder)
+        torch.distributed.checkpoint.save(tensors | copy, storage_writer=writer, no_dist=True)
+        torch.save({"args": state["args"], "iteration": 1}, folder / "common.pt")
+        (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+        return read_megatron(folder)
+
+    found, one = saved(tmp_path / "plain"), read_megatron(CHECKPOINTS / "bert/tp1pp1")
     assert (found.config, found.bert) == (one.config, one.bert)
     assert_same_tensors(found, one)
+    words = tensors["embedding.word_embeddings.weight"]
+    assert_same_tensors(saved(tmp_path / "copied", **{"output_layer.weight": words}), one)
+    other = saved(tmp_path / "other", **{"output_layer.weight": words + 1.0})
+    with pytest.raises(ConversionError, match=r"output_layer\.weight differs from .*word_embeddings\.weight"):
+        read_all(other)
 
 
 # ---- the check at the end ----

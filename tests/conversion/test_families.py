@@ -92,7 +92,7 @@ def test_a_missing_key_means_what_transformers_takes_it_for(family: str) -> None
         theirs = THEIR_CLASSES[family](**given).to_diff_dict()
         table = family_called(family)
         if "num_key_value_heads" in theirs and theirs["num_attention_heads"] % theirs["num_key_value_heads"]:
-            with pytest.raises(UserError, match=r"--num-query-groups .* must divide"):
+            with pytest.raises(UserError, match=r"num_key_value_heads .* must divide num_attention_heads"):
                 table.read(given, "config.json")
             continue
         assert table.read(given, "config.json") == table.read(theirs, "config.json"), key
@@ -172,8 +172,30 @@ def test_rotary_settings_of_transformers_5_and_before(
         ("mistral", {"sliding_window": 0}, "sliding_window 0 is no window"),
         ("llama", {"hidden_size": True}, "hidden_size true is no whole number"),
         ("llama", {"hidden_size": None}, "hidden_size is missing"),
-        ("llama", {"num_hidden_layers": 10**9}, "--num-layers"),
-        ("llama", {"num_key_value_heads": 3}, "--num-query-groups"),
+        (
+            "llama",
+            {"num_hidden_layers": 10**9},
+            "^config.json: num_hidden_layers 1_000_000_000: must be at least 1 and",
+        ),
+        ("llama", {"num_key_value_heads": 3}, "^config.json: num_key_value_heads 3: must divide num_attention_heads 4"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": -1.0}}, r"^config.json: factor -1\.0: must be"),
+        ("gpt2", {"n_embd": 0, "n_inner": 4}, "^config.json: n_embd 0: must be at least 1"),
+        (
+            "gpt2",
+            {"resid_pdrop": 1.5, "embd_pdrop": 1.5},
+            r"^config.json: resid_pdrop 1\.5: must be at least 0 and less",
+        ),
+        ("gpt2", {"n_layer": 0, "n_inner": 0}, "^config.json:\n  n_layer 0: .*\n.*\n  n_inner 0: must be"),
+        (
+            "bert",
+            {"num_attention_heads": 5},
+            "^config.json: hidden_size 48: must be divisible by num_attention_heads 5",
+        ),
+        ("bert", {"num_hidden_layers": 0}, "^config.json: num_hidden_layers 0: must be at least 1"),
+        ("bert", {"hidden_dropout_prob": 1.5}, r"^config.json: hidden_dropout_prob 1\.5: must be at least 0 and less"),
+        ("bert", {"layer_norm_eps": 0}, r"^config.json: layer_norm_eps 0\.0: must be more than 0"),
+        ("bert", {"max_position_embeddings": 4}, "^config.json: max_position_embeddings 4 must be from 5 to"),
+        ("llama", {"max_position_embeddings": 0}, "^config.json: max_position_embeddings 0 must be from 1 to"),
         ("llama", {"vocab_size": 0}, "vocab_size 0 must be from 1"),
         ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings 1 is no true or false"),
         ("gpt2", {"activation_function": "relu"}, r'activation_function "relu" is not supported; gelu_new'),

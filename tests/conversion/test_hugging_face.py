@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from megatron.config.transformer import TransformerConfig
 from megatron.conversion import hugging_face
 from megatron.conversion.hugging_face import read_hugging_face, write_hugging_face
-from megatron.conversion.portable import ConversionError, in_dtype
+from megatron.conversion.portable import ConversionError, in_dtype, not_finite
 from megatron.conversion.transforms import IN_HALVES, QUERY_KEY_VALUE
 from tests.conversion.models import FAMILIES, batch, built, in_float64, logits_of, made, save, save_tensors
 from tests.helpers.numerics import assert_all_reference, assert_bitwise, assert_reference
@@ -129,6 +129,16 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(tmp_path: Path) -> Non
     other = save_tensors(tensors | {"lm_head.weight": embedding + 1}, folder, tmp_path / "other")
     with pytest.raises(ConversionError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         read_hugging_face(other)
+
+
+def test_a_tied_head_with_the_same_nan_is_the_embedding(tmp_path: Path) -> None:
+    folder = save(made("gpt2"), tmp_path / "theirs")
+    words = load_file(folder / "model.safetensors")["transformer.wte.weight"]
+    words[3, 5] = float("nan")
+    found = read_hugging_face(broken(folder, **{"transformer.wte.weight": words, "lm_head.weight": words.clone()}))
+    lazy = found.tensors["model.embedding.word_embeddings.weight"]
+    assert not_finite(lazy.read()) == "1 NaN"
+    assert lazy.source == f"transformer.wte.weight of {folder / 'model.safetensors'}"
 
 
 def test_rows_of_the_projection_go_by_query_group(tmp_path: Path) -> None:
