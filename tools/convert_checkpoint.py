@@ -28,11 +28,11 @@ from tqdm import tqdm
 
 from megatron.checkpointing import is_weight
 from megatron.config.options import flag_name
-from megatron.config.problems import UserError
+from megatron.config.problems import UserError, listing
 from megatron.conversion.families import FAMILIES
 from megatron.conversion.forms import FORMS, refuse_other_form
 from megatron.conversion.megatron_lm.writer import IMPLEMENTATIONS
-from megatron.conversion.portable import LazyTensor, PortableModel, in_dtype
+from megatron.conversion.portable import LazyTensor, PortableModel, in_dtype, not_finite
 from megatron.conversion.self_check import Side, bound_of, fixed_tokens, self_check
 from megatron.conversion.whole_folder import refuse_existing, remove_leftovers
 from megatron.core.allocator import give_freed_memory_back
@@ -95,8 +95,12 @@ def keywords(
     return told
 
 
-def watched(model: PortableModel, bar: tqdm[Any]) -> PortableModel:
-    """The model, whose tensors move a bar when they are read for the first time."""
+def watched(model: PortableModel, bar: tqdm[Any], wrong: list[str]) -> PortableModel:
+    """The model, whose tensors move a bar when they are read for the first time.
+
+    Args:
+        wrong: gets a line for each tensor that holds numbers that are not finite.
+    """
     seen: set[str] = set()
 
     def watch(key: str, lazy: LazyTensor) -> LazyTensor:
@@ -105,6 +109,8 @@ def watched(model: PortableModel, bar: tqdm[Any]) -> PortableModel:
             if key not in seen:
                 seen.add(key)
                 bar.update(bytes_of([lazy]))
+                if count := not_finite(values):
+                    wrong.append(f"{key} holds {count}" + (f", read from {lazy.source}" if lazy.source else ""))
             return values
 
         return LazyTensor(shape=lazy.shape, dtype=lazy.dtype, read=read_it)
@@ -168,12 +174,15 @@ def main() -> None:
     say(f"  tokenizer: {', '.join(model.tokenizer_files) or 'no files of one'}")
     started = time.perf_counter()
     total = bytes_of(model.tensors.values())
+    wrong: list[str] = []
     with progress(total, "converting", unit="B") as bar:
-        wanted = watched(model, bar)
+        wanted = watched(model, bar, wrong)
         if "dtype" in options:
             wanted = in_dtype(wanted, DTYPES[options.dtype])
         writer.write(wanted, options.output, **to_write)
     say(f"{options.output}: {size_of(total)} converted in {elapsed(started)}")
+    if wrong:
+        say(f"{options.input} holds numbers that are not finite, and so does {options.output}:\n{listing(wrong)}")
     if options.no_self_check:
         return
     tokens = fixed_tokens(model.vocab_size, model.seq_length)
@@ -183,8 +192,13 @@ def main() -> None:
     for comparison in comparisons:
         say(f"self-check: {comparison}")
     for comparison in comparisons:
+        if not comparison.says_something:
+            raise UserError(
+                f"{options.output} is written, and the self-check cannot say that it is right: {comparison}"
+            )
         if not comparison.agrees:
-            raise UserError(f"{options.output} does not compute what {options.input} does: {comparison}")
+            because = f"; {options.input} holds numbers that are not finite" if wrong else ""
+            raise UserError(f"{options.output} does not compute what {options.input} does: {comparison}{because}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ The process ends when its stdin does, which its parent holds open: no signal tha
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -73,6 +74,8 @@ class Comparison:
         scale: the largest logit.
         divergence: Kullback-Leibler, the mean over positions, in nats.
         bound: the largest difference that is allowed, as a part of the scale.
+        count: of the logits.
+        left_out: as many of them are NaN, or the same infinity, in both forms.
     """
 
     what: str
@@ -80,15 +83,24 @@ class Comparison:
     scale: float
     divergence: float
     bound: float
+    count: int
+    left_out: int
 
     @property
     def agrees(self) -> bool:
-        return self.difference <= self.bound * self.scale  # which NaN does not
+        return self.says_something and math.isfinite(self.difference) and self.difference <= self.bound * self.scale
+
+    @property
+    def says_something(self) -> bool:
+        return self.left_out < self.count
 
     def __str__(self) -> str:
+        if not self.says_something:
+            return f"none of the {self.count:,} {self.what} of either is a finite number, and nothing is compared"
+        beside = f"; {self.left_out:,} of {self.count:,} are no finite numbers in both" if self.left_out else ""
         return (
             f"largest difference {self.difference:.3g} of {self.what} up to {self.scale:.3g} (allowed "
-            f"{self.bound * self.scale:.3g}), KL divergence {self.divergence:.3g}"
+            f"{self.bound * self.scale:.3g}), KL divergence {self.divergence:.3g}{beside}"
         )
 
 
@@ -104,9 +116,12 @@ def bound_of(source: PortableModel, target: PortableModel) -> float:
 
 
 def compare(expected: Tensor, found: Tensor, bound: float, what: str = _OF_TOKENS) -> Comparison:
-    """Of logits [..., v]; columns that only one of them has, as padding, take no part."""
+    """Of logits [..., v]; columns that only one of them has, as padding, take no part, and neither does what is NaN, or
+    the same infinity, in both."""
     columns = min(expected.shape[-1], found.shape[-1])
     expected, found = (logits[..., :columns].double() for logits in (expected, found))
+    left_out = ~expected.isfinite() & ((expected == found) | (expected.isnan() & found.isnan()))
+    expected, found = (logits.masked_fill(left_out, 0.0) for logits in (expected, found))
     likely, other = expected.log_softmax(dim=-1), found.log_softmax(dim=-1)
     return Comparison(
         what=what,
@@ -114,6 +129,8 @@ def compare(expected: Tensor, found: Tensor, bound: float, what: str = _OF_TOKEN
         scale=float(expected.abs().max()),
         divergence=float((likely.exp() * (likely - other)).sum(dim=-1).mean()),
         bound=bound,
+        count=left_out.numel(),
+        left_out=int(left_out.sum()),
     )
 
 

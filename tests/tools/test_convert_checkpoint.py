@@ -112,6 +112,35 @@ def test_numbers_that_are_none_do_not_agree() -> None:
     assert not compare(bad, good, 1e-4).agrees
 
 
+def test_what_is_no_finite_number_on_both_sides_is_no_difference() -> None:
+    one = torch.tensor([[1.0, float("nan"), float("inf")], [2.0, 3.0, 4.0]])
+    same = compare(one, one.clone(), 1e-4)
+    assert same.agrees and (same.difference, same.scale) == (0.0, 4.0)
+    assert str(same).endswith("; 2 of 6 are no finite numbers in both")
+    for place, value in (((0, 0), float("nan")), ((0, 1), 0.0), ((0, 2), float("-inf")), ((1, 0), 2.1)):
+        other = one.clone()
+        other[place] = value
+        assert not compare(one, other, 1e-4).agrees, place
+    nothing = compare(one[:, 1:2][:1], one[:, 1:2][:1], 1e-4)
+    assert not nothing.agrees and not nothing.says_something
+    assert str(nothing) == "none of the 1 logits of either is a finite number, and nothing is compared"
+
+
+def test_numbers_that_are_not_finite_are_counted_by_tensor_and_place(tmp_path: Path) -> None:
+    theirs = save(made("gpt2"), tmp_path / "theirs")
+    tensors = load_file(theirs / "model.safetensors")
+    tensors["transformer.wte.weight"][60, :2] = float("nan")
+    tensors["transformer.ln_f.bias"][7] = float("inf")
+    folder = save_tensors(tensors, theirs, tmp_path / "wrong")
+    said = run(CONVERTER, "--from", "hf", "--to", "native", "--no-self-check", folder, tmp_path / "native")
+    assert f"{folder} holds numbers that are not finite, and so does {tmp_path / 'native'}:\n" in said
+    for ours, count, name in (
+        ("embedding.word_embeddings.weight", "2 NaN", "transformer.wte.weight"),
+        ("decoder.final_layernorm.bias", "1 infinite", "transformer.ln_f.bias"),
+    ):
+        assert f"  model.{ours} holds {count}, read from {name} of {folder / 'model.safetensors'}\n" in said
+
+
 # The tokens are a pipe: the process that computes a side waits for them, until somebody writes.
 _WAITING_CHECK = """
 import os, sys
