@@ -44,7 +44,7 @@ from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.sentencepiece_tokenizer import LITERAL_SPACE_SYMBOL, SPACE_SYMBOL, SentencePieceTokenizer
 from megatron.tokenizer.tokenizer import Tokenizer
 
-TOOL = "train_tokenizer 2"
+TOOL = "train_tokenizer 3"
 CHECKED_BYTES = 4_000_000
 # Of a large input only the pieces are read in which something is taken.
 PIECE_BYTES = 1 << 20

@@ -15,7 +15,8 @@ from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordPiece
 from tokenizers.normalizers import BertNormalizer
-from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel
+from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel, FixedLength
+from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
 from megatron.config.problems import UserError
@@ -28,11 +29,13 @@ END_OF_DOCUMENT = GPT2_END_OF_TEXT
 SENTENCEPIECE_NAMES = ["<unk>", "<s>", "</s>", "<pad>"]
 USER_SYMBOLS = ["\n", "\t", "\r", *(SPACE_SYMBOL * count for count in range(2, 17))]
 SENTENCEPIECE_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-# unknown, end of document, the mark of a literal U+2581, the symbols above, and the bytes
-SENTENCEPIECE_RESERVED = 3 + len(USER_SYMBOLS) + len(SENTENCEPIECE_BYTES)
+# unknown, end of document, the mark of a literal U+2581, the symbols above, a space, and the bytes
+SENTENCEPIECE_RESERVED = 3 + len(USER_SYMBOLS) + 1 + len(SENTENCEPIECE_BYTES)
 BPE_RESERVED = 256 + 1
 WORDPIECE_SPECIAL = [SPECIAL_TOKENS["pad"], UNKNOWN, *(SPECIAL_TOKENS[role] for role in ("cls", "sep", "mask"))]
 LINE_CHARACTERS = 4096
+# The time that a word takes grows with the square of its length.
+SHORT_WORDS = FixedLength(LINE_CHARACTERS)
 # Characters that a WordPiece vocabulary knows; the rarest of others are unknown, with the words that they stand in.
 LARGEST_ALPHABET = 1000
 # What occurs once teaches nothing.
@@ -76,8 +79,22 @@ def train_sentencepiece(
     child.join()
     if isinstance(outcome, bytes):
         return {"tokenizer_model": outcome}
-    refusal = str(outcome).rsplit("] ", 1)[-1]  # without the place in its source
-    raise UserError(f"--vocab-size {vocab_size}: SentencePiece refuses: {refusal}")
+    raise _refusal(str(outcome), vocab_size, SENTENCEPIECE_RESERVED + len(special_tokens))
+
+
+def _refusal(said: str, vocab_size: int, reserved: int) -> UserError:
+    """What SentencePiece says, in words of the options that there are here."""
+    if needed := re.search(r"smaller than required_chars. \d+ vs (\d+)", said):
+        return UserError(
+            f"--vocab-size {vocab_size}: must be {int(needed[1]):,} or more, which bytes, fixed symbols and "
+            "characters of the text take"
+        )
+    if given := re.search(r"too high .* <= (\d+)", said):
+        return _not_filled(int(given[1]), vocab_size, reserved)
+    if "sentences_.empty()" in said:  # newlines alone
+        return _not_filled(0, vocab_size, reserved)
+    refusal = said.rsplit("] ", 1)[-1]  # without the place in its source
+    return UserError(f"--vocab-size {vocab_size}: SentencePiece refuses: {refusal}")
 
 
 def _train_in_child(
@@ -100,6 +117,8 @@ def _train_in_child(
             byte_fallback=True,
             user_defined_symbols=USER_SYMBOLS,
             control_symbols=[LITERAL_SPACE_SYMBOL, *special_tokens],
+            # A space in bytes would come back as U+2581; texts in Chinese have none, or too few to be covered.
+            required_chars=SPACE_SYMBOL,
             unk_id=0,
             eos_id=1,
             eos_piece=END_OF_DOCUMENT,
@@ -145,7 +164,7 @@ def train_byte_level_bpe(
                 "signs, such as <fim_prefix>"
             )
     backend = Tokenizer(BPE())
-    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = PreTokenizers([ByteLevel(add_prefix_space=False), SHORT_WORDS])
     trainer = BpeTrainer(
         vocab_size=vocab_size - len(added),
         min_frequency=LEAST_COUNT,
@@ -155,7 +174,7 @@ def train_byte_level_bpe(
     backend.train_from_iterator(_read(documents), trainer)
     learnt = json.loads(backend.to_str())["model"]
     vocabulary = {**learnt["vocab"], **{token: index for index, token in enumerate(added, len(learnt["vocab"]))}}
-    _check_filled(len(vocabulary), vocab_size)
+    _check_filled(len(vocabulary), vocab_size, BPE_RESERVED + len(special_tokens))
     merges = "".join(f"{left} {right}\n" for left, right in learnt["merges"])
     return {
         "vocab_file": json.dumps(dict(sorted(vocabulary.items(), key=lambda item: item[1]))).encode(),
@@ -179,7 +198,7 @@ def train_wordpiece(
     """
     backend = Tokenizer(WordPiece(unk_token=UNKNOWN))
     backend.normalizer = BertNormalizer(lowercase=lower_case)
-    backend.pre_tokenizer = BertPreTokenizer()
+    backend.pre_tokenizer = PreTokenizers([BertPreTokenizer(), SHORT_WORDS])
     counts: Counter[str] = Counter()
     for document in documents:
         counts.update(backend.normalizer.normalize_str(document))
@@ -205,7 +224,7 @@ def train_wordpiece(
     backend.train_from_iterator(_read(documents), trainer)
     learnt = backend.get_vocab()
     _check_not_learnt(special_tokens, learnt)
-    _check_filled(len(learnt) + len(special_tokens), vocab_size)
+    _check_filled(len(learnt) + len(special_tokens), vocab_size, reserved)
     tokens = sorted(learnt, key=lambda token: learnt[token])
     place = len(WORDPIECE_SPECIAL)
     tokens[place:place] = special_tokens
@@ -236,9 +255,16 @@ def _check_not_learnt(special_tokens: Sequence[str], learnt: Container[str]) -> 
             )
 
 
-def _check_filled(learnt: int, vocab_size: int) -> None:
+def _check_filled(learnt: int, vocab_size: int, reserved: int) -> None:
     if learnt != vocab_size:
-        raise UserError(
-            f"--vocab-size {vocab_size}: the text gives {learnt:,} tokens, each of which occurs in it at least "
-            f"{LEAST_COUNT} times; give that size, or more text"
+        raise _not_filled(learnt, vocab_size, reserved, f", each of which occurs in it at least {LEAST_COUNT} times")
+
+
+def _not_filled(learnt: int, vocab_size: int, reserved: int, rule: str = "") -> UserError:
+    """That a text gives fewer tokens than are asked for; `reserved` of them are there before any is learnt."""
+    if learnt <= reserved:
+        return UserError(
+            f"--vocab-size {vocab_size}: the text is too small, as it gives no token beyond the {reserved:,} that are "
+            "there before one is learnt; give more text"
         )
+    return UserError(f"--vocab-size {vocab_size}: the text gives {learnt:,} tokens{rule}; give that size, or more text")

@@ -159,7 +159,7 @@ def test_special_tokens_leave_plain_text_as_it_was_and_mark_middles(tmp_path: Pa
         ("GPT2BPETokenizer", ["==>"], "--special-tokens ==>: is one word"),
         ("BertWordPieceLowerCase", ["sat"], "--special-tokens sat: is a token that the text gives"),
         ("GPT2BPETokenizer", ["<\u00e9>"], "--special-tokens <\u00e9>: comes back as '<\ufffd>'"),
-        ("SentencePieceTokenizer", [f"<{n}>" for n in range(130)], "must be above 407, .* and 130 --special-tokens"),
+        ("SentencePieceTokenizer", [f"<{n}>" for n in range(130)], "must be above 408, .* and 130 --special-tokens"),
         ("BertWordPieceCase", [f"<{n}>" for n in range(290)], r"--vocab-size 300: must be above the \d+ that special"),
     ],
 )
@@ -202,6 +202,51 @@ def test_a_vocabulary_that_the_text_cannot_give_is_refused(
 ) -> None:
     assert re.search(message, train(tmp_path / "t", corpus, kind, size, status=2))
     assert names(tmp_path) == ["c.jsonl"]
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPT2BPETokenizer", "BertWordPieceCase"])
+@pytest.mark.parametrize(
+    "text", ["a", "   \n\n  ", "\n", "".join(map(chr, range(32))), "the cat, the cat", "你好，你好。"]
+)
+def test_a_size_that_a_refusal_gives_works_and_a_text_that_has_none_is_too_small(
+    tmp_path: Path, kind: str, text: str
+) -> None:
+    corpus = write_lines(tmp_path / "c.jsonl", [{"text": text}] * 2)
+    said = train(tmp_path / "t", corpus, kind, "5000", status=2)
+    if size := re.search(r"the text gives ([\d,]+) tokens.*; give that size, or more text", said):
+        assert build_tokenizer(made(train(tmp_path / "t", corpus, kind, size[1]))).vocab_size == int(size[1])
+    else:
+        assert "the text is too small" in said
+
+
+def test_a_size_below_that_of_the_characters_is_refused_with_the_least(tmp_path: Path, corpus: Path) -> None:
+    said = train(tmp_path / "t", corpus, "SentencePieceTokenizer", "280", status=2)
+    least = re.search(r"--vocab-size 280: must be (\d+) or more", said)
+    assert least is not None
+    assert build_tokenizer(made(train(tmp_path / "t", corpus, "SentencePieceTokenizer", least[1]))).vocab_size > 280
+
+
+def test_texts_without_spaces_give_a_tokenizer_that_keeps_spaces(tmp_path: Path) -> None:
+    """Or with so few that a character as rare would be written in bytes."""
+    draw = random.Random(1)
+    characters = [chr(0x4E00 + number) for number in range(200)]
+    texts = ["".join(draw.choices(characters, k=100)) for _ in range(200)]
+    for name, added in (("none", []), ("few", ["a b"])):
+        corpus = write_lines(tmp_path / f"{name}.jsonl", [{"text": text} for text in [*texts, *added]])
+        tokenizer = build_tokenizer(made(train(tmp_path / name, corpus, "SentencePieceTokenizer", "600")))
+        assert len(tokenizer.encode(" ")) == 1
+        assert tokenizer.decode(tokenizer.encode(" 一 a b")) == " 一 a b"
+
+
+@pytest.mark.parametrize("kind, ending", [("GPT2BPETokenizer", "-merges.txt"), ("BertWordPieceCase", "-vocab.txt")])
+def test_a_word_is_learnt_from_in_parts_of_4096_characters(tmp_path: Path, kind: str, ending: str) -> None:
+    """Each merge doubles the longest token, up to such a part; the time of a part grows with its length squared."""
+    corpus = write_lines(tmp_path / "c.jsonl", [{"text": "ab" * 8192}])
+    size = re.search(r"the text gives (\d+) tokens", train(tmp_path / "t", corpus, kind, "5000", status=2))
+    assert size is not None
+    train(tmp_path / "t", corpus, kind, size[1])
+    longest = max((tmp_path / f"t{ending}").read_text().split("\n"), key=len)
+    assert 2048 < len(longest.replace("##", "").replace(" ", "")) <= 4096
 
 
 def test_a_sample_is_spread_over_the_input(tmp_path: Path) -> None:
