@@ -194,7 +194,7 @@ class _BertRecipe(Recipe[SentenceSource, BertSample]):
     vocabulary: BertVocabulary
 
     def open(self, prefix: str) -> SentenceSource:
-        corpus = IndexedDataset(prefix, mmap=self.data.mmap_bin_files)
+        corpus = IndexedDataset(prefix, mmap=self.data.mmap_bin_files, random_order=True)
         corpus.require_ids(self.vocabulary.size)
         # More sentences than documents need no look at each document.
         pairs = len(corpus) > corpus.num_documents or bool((np.diff(corpus.document_indices) > 1).any())

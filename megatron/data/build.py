@@ -152,7 +152,7 @@ class _GPTRecipe(Recipe[TokenSource, TokenArray]):
     eod: int
 
     def open(self, prefix: str) -> TokenSource:
-        corpus = IndexedDataset(prefix, mmap=self.data.mmap_bin_files)
+        corpus = IndexedDataset(prefix, mmap=self.data.mmap_bin_files, random_order=True)
         corpus.require_ids(self.vocab_size)
         return corpus
 

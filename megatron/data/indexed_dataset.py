@@ -82,13 +82,16 @@ class IndexedDataset:
         prefix: path without the endings.
         mmap: map `.bin` into memory; otherwise read each sequence with a positioned read, which some parallel
             file systems serve better.
+        random_order: whether sequences are read in random order. Of a mapped file the system then reads what is asked
+            for; otherwise also what lies around it, megabytes on some machines, which only helps to read it in order.
 
     Raises:
         IndexedDatasetError: a file is missing, unreadable, truncated or garbage, or the two do not belong together.
     """
 
-    def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:
+    def __init__(self, prefix: str | Path, *, mmap: bool = True, random_order: bool = False) -> None:
         self.prefix = str(prefix)
+        self._random_order = random_order
         self._idx, self._bin = idx_path(prefix), bin_path(prefix)
         try:
             self._open(mmap)
@@ -112,6 +115,8 @@ class IndexedDataset:
         elif self._bin.stat().st_size > 0:
             with self._bin.open("rb") as file:
                 self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if self._random_order:
+                self._mapping.madvise(mmap.MADV_RANDOM)
             self._map = np.frombuffer(self._mapping, dtype=self.dtype)
         else:
             self._map = np.empty(0, dtype=self.dtype)
@@ -259,6 +264,7 @@ class IndexedDataset:
         begin = int(self.pointers[index]) + offset * self.dtype.itemsize
         if self._map is not None:
             self._count_mapped(length * self.dtype.itemsize)
+            self._ask_for(begin, length * self.dtype.itemsize)
             first = begin // self.dtype.itemsize
             tokens = self._map[first : first + length]
         else:
@@ -267,6 +273,12 @@ class IndexedDataset:
         if tokens.size != length:
             raise _damaged(self._bin, f"ends within sequence {index}, which {self._idx} places at byte {begin}")
         return tokens
+
+    def _ask_for(self, begin: int, size: int) -> None:
+        """Have all pages of a sequence read at once; in random order the system reads one at a time by itself."""
+        first_page = begin - begin % mmap.PAGESIZE
+        if self._random_order and self._mapping is not None and begin + size > first_page + mmap.PAGESIZE:
+            self._mapping.madvise(mmap.MADV_WILLNEED, first_page, begin + size - first_page)
 
     def _count_mapped(self, size: int) -> None:
         """Let go of what was read, once it is much: pages stay in the system's cache, and come back when needed.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import filecmp
+import mmap
+import os
 import struct
 from pathlib import Path
 
@@ -281,8 +284,8 @@ def test_byte_offsets_are_64_bits_wide(tmp_path: Path) -> None:
         writer._add_length(long)
         writer.add_item([7, 8, 9])
         writer.end_document()
-    for mmap in (True, False):
-        dataset = IndexedDataset(tmp_path / "corpus", mmap=mmap)
+    for mapped in (True, False):
+        dataset = IndexedDataset(tmp_path / "corpus", mmap=mapped)
         dataset.verify()
         assert dataset[1].tolist() == [7, 8, 9]
         assert dataset.get(0, long - 2).tolist() == [0, 0]
@@ -305,6 +308,37 @@ def test_what_was_read_of_a_mapped_file_does_not_stay_in_the_memory_of_the_proce
         assert dataset.get(number)[0] == ids[number][0]
     assert np.array_equal(first, ids[0]), "what was given stays readable"
     assert resident_bytes(tmp_path / "large.bin") < size / 4
+
+
+@pytest.mark.parametrize("random_order", [False, True])
+def test_in_random_order_nothing_is_read_but_what_is_asked_for(random_order: bool, tmp_path: Path) -> None:
+    """What is read besides would drive other parts out of a memory that holds a part of the corpus."""
+    size = 16 * 2**20
+    ids = np.arange(size // 2, dtype=np.uint32).astype(np.uint16).reshape(-1, 1024)
+    with IndexedDatasetWriter(tmp_path / "large", dtype=np.uint16) as writer:
+        for row in ids:
+            writer.add_item(row)
+        writer.end_document()
+    with (tmp_path / "large.bin").open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_bytes(tmp_path / "large.bin"):
+        pytest.skip("files are in memory here and are read from no disk")
+    dataset = IndexedDataset(tmp_path / "large", random_order=random_order)
+    for number in (0, 4001, len(ids) - 1):
+        assert np.array_equal(dataset[number], ids[number])
+        assert np.array_equal(dataset.get(number, 1000), ids[number][1000:])
+    read = cached_bytes(tmp_path / "large.bin")
+    assert read <= 8 * mmap.PAGESIZE if random_order else read > 8 * mmap.PAGESIZE
+
+
+def cached_bytes(path: Path) -> int:
+    """How much of a file the system has in memory."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE) as mapping:
+        pages = (ctypes.c_ubyte * -(-len(mapping) // mmap.PAGESIZE))()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), pages) == 0
+        return mmap.PAGESIZE * sum(page & 1 for page in pages)
 
 
 def resident_bytes(path: Path) -> int:
