@@ -111,10 +111,10 @@ def main() -> None:
     for output in outputs:
         prepare_output(output, flag="--output-prefix")
     tokenizer = named_tokenizer(arguments)
-    if arguments.split_sentences and _wraps(tokenizer):
+    if arguments.split_sentences and isinstance(tokenizer, TokenizersTokenizer) and tokenizer.surrounds_texts:
         say(
-            "each sentence gets the [CLS] and [SEP] of the tokenizer, as in Megatron-LM; the samples of BERT get their "
-            "own, and --tokenizer-hf-no-include-special-tokens leaves these out"
+            "each sentence gets the special tokens of the tokenizer, such as [CLS] and [SEP], as in Megatron-LM; the "
+            "samples of BERT get their own, and --tokenizer-hf-no-include-special-tokens leaves these out"
         )
     settings = {
         "json_keys": keys,
@@ -223,11 +223,6 @@ def _encoder(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Encoder:
 
         split = SentenceSplitter(keep_newlines=arguments.keep_newlines)
     return Encoder(keys=arguments.json_keys, eod=tokenizer.eod if arguments.append_eod else None, split=split)
-
-
-def _wraps(tokenizer: Tokenizer) -> bool:
-    """Whether it puts BERT's tokens around a text; no text is encoded to find out, as threads would be started."""
-    return isinstance(tokenizer, TokenizersTokenizer) and tokenizer.include_special_tokens and tokenizer.cls is not None
 
 
 def _fast(tokenizer: Tokenizer) -> Fastokens | None:

@@ -74,6 +74,11 @@ class TokenizersTokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._backend.get_added_tokens_decoder()
 
+    @property
+    def surrounds_texts(self) -> bool:
+        """Whether encoding puts tokens before or after those of a text, as BERT's [CLS] and [SEP]."""
+        return self.include_special_tokens and self._backend.num_special_tokens_to_add(False) > 0
+
     def encode(self, text: str) -> list[int]:
         # The batch call of one text gives the ids of `encode` without its character offsets, a third faster.
         texts = [check_text(text)]

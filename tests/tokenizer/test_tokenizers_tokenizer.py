@@ -249,6 +249,7 @@ def test_a_bert_in_a_folder_knows_its_special_tokens_and_ends_documents_with_sep
     tokenizer = huggingface_tokenizer(folder)
     assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.eod) == (1, 2, 3, 4, 3)
     assert tokenizer.continues_word is None
+    assert not tokenizer.surrounds_texts, "the file has no post-processor that would put them around a text"
 
 
 def test_a_usual_end_token_counts_before_sep(tmp_path: Path) -> None:
@@ -268,6 +269,8 @@ def test_what_a_files_post_processor_adds_can_be_left_out(tmp_path: Path) -> Non
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     backend.save(str(folder / "tokenizer.json"))
     assert huggingface_tokenizer(folder, include_special_tokens=False).encode("word") == [3]
+    assert huggingface_tokenizer(folder).surrounds_texts
+    assert not huggingface_tokenizer(folder, include_special_tokens=False).surrounds_texts
 
 
 def test_merges_of_another_vocabulary_are_refused(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_one_run_writes_megatrons_sentences_byte_for_byte(tmp_path: Path, name: 
     words = ["--input", CORPUS, "--output-prefix", prefix, "--split-sentences", *BERT, *arguments]
     said = run("preprocess_data", *words)
     assert same_files(Path(f"{prefix}_text_sentence"), PREPROCESS / f"{name}_text_sentence")
-    assert ("each sentence gets the [CLS] and [SEP] of the tokenizer" in said) == (NO_SPECIAL not in arguments)
+    assert ("each sentence gets the special tokens of the tokenizer" in said) == (NO_SPECIAL not in arguments)
 
 
 @pytest.mark.parametrize("split", [["--split-sentences"], []])
