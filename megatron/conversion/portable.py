@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.placement import Placement
 from megatron.model.bert_model import BertModel
 from megatron.model.gpt_model import GPTModel
 
-_AT_ONCE = 2**20  # elements
+AT_ONCE = 2**20  # elements of a tensor that are looked at together
 
 
 class ConversionError(UserError):
@@ -127,13 +127,13 @@ def _in_dtype(key: str, lazy: LazyTensor, dtype: torch.dtype) -> LazyTensor:
             )
         return rounded
 
-    return LazyTensor(shape=lazy.shape, dtype=dtype, read=read)
+    return LazyTensor(shape=lazy.shape, dtype=dtype, read=read, source=lazy.source)
 
 
 def largest_difference(one: Tensor, other: Tensor) -> float:
     """Of two tensors of a shape, in double precision. NaN is as NaN, and infinitely far from any number."""
     largest = 0.0
-    for mine, theirs in zip(_parts(one), _parts(other)):
+    for mine, theirs in zip(parts_of(one), parts_of(other)):
         mine, theirs = mine.double(), theirs.double()
         same = (mine == theirs) | (mine.isnan() & theirs.isnan())
         if not same.all():
@@ -145,7 +145,7 @@ def largest_difference(one: Tensor, other: Tensor) -> float:
 def not_finite(values: Tensor) -> str:
     """How many of the numbers are none to compute with, in words; "" for none."""
     nan = infinite = 0
-    for part in _parts(values):
+    for part in parts_of(values):
         if not part.isfinite().all():
             nan += int(part.isnan().sum())
             infinite += int(part.isinf().sum())
@@ -153,9 +153,9 @@ def not_finite(values: Tensor) -> str:
     return " and ".join(filter(None, counts))
 
 
-def _parts(values: Tensor) -> tuple[Tensor, ...]:
+def parts_of(values: Tensor) -> tuple[Tensor, ...]:
     """Some elements at a time: what is computed of all at once would take several tensors."""
-    return torch.split(values.flatten(), _AT_ONCE)
+    return torch.split(values.flatten(), AT_ONCE)
 
 
 def build_chunk(

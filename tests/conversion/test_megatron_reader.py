@@ -440,30 +440,42 @@ def word_embeddings_of_the_last_stage(state: Any) -> Tensor:
     return model.get("word_embeddings_for_head.weight", model.get("output_layer.weight"))  # type: ignore[return-value]
 
 
+# The rank whose copy is changed, and those that have the original.
 TIED = {
-    "bert/tp1pp2": "mp_rank_00_001",
-    "before_core_gpt/tp1pp2": "mp_rank_00_001",
-    "gpt2_learned/tp2pp2": "mp_rank_01_001",
+    "bert/tp1pp2": ("mp_rank_00_001", "mp_rank_00_000"),
+    "before_core_gpt/tp1pp2": ("mp_rank_00_001", "mp_rank_00_000"),
+    "gpt2_learned/tp2pp2": ("mp_rank_01_001", "mp_rank_00_000", "mp_rank_01_000"),
 }
 
 
-@pytest.mark.parametrize("value", [1.0, float("nan")])
+@pytest.mark.parametrize(("value", "apart"), [(1.0, "1"), (float("nan"), "inf")])
 @pytest.mark.parametrize("name", TIED)
 def test_a_copy_of_the_tied_word_embeddings_that_differs_is_refused(
-    name: str, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, value: float, apart: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the last row of one rank, which is not in memory together with the others."""
-    monkeypatch.setattr(shards, "_COMPARED", 100)
-    last = TIED[name]
+    monkeypatch.setattr(shards, "AT_ONCE", 100)
+    last, *first = TIED[name]
 
     def change(rank: str, state: Any) -> None:
         if rank == last:
             word_embeddings_of_the_last_stage(state)[-1, -1] += value
 
     model = read_megatron(changed(name, tmp_path, change))
-    text = rf"{last}/{FILE} differs from model\.embedding\.word_embeddings\.weight.*by up to (1|inf)\b"
-    with pytest.raises(ConversionError, match=rf"^model\.output_layer\.weight of {re.escape(str(tmp_path))}/{text}"):
+    of_last, of_first = f"{tmp_path}/{last}/{FILE}", " and ".join(f"{tmp_path}/{rank}/{FILE}" for rank in first)
+    text = (
+        f"model.output_layer.weight of {of_last} differs from model.embedding.word_embeddings.weight of {of_first}, "
+        f"by up to {apart}, and is tied to it"
+    )
+    with pytest.raises(ConversionError, match=f"^{re.escape(text)}"):
         read_all(model)
+
+
+@pytest.mark.parametrize("tensor", ["embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc2.weight"])
+def test_a_tensor_in_parts_names_the_files_of_all(tensor: str) -> None:
+    files = [rank_file("llama_gqa/tp2pp1", f"mp_rank_{rank:02d}") for rank in range(2)]
+    lazy = read_megatron(CHECKPOINTS / "llama_gqa/tp2pp1").tensors[f"model.{tensor}"]
+    assert lazy.source == " and ".join(map(str, files))
 
 
 def test_copies_are_the_same_with_nan_at_the_same_places(tmp_path: Path) -> None:

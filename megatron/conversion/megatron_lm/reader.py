@@ -21,9 +21,7 @@ from megatron.conversion.megatron_lm.pickles import errors_named
 from megatron.conversion.megatron_lm.shards import check_tensors
 from megatron.conversion.megatron_lm.torch_dist import has_torch_dist_layout, read_torch_dist_layout
 from megatron.conversion.megatron_lm.torch_layout import has_torch_layout, read_torch_layout
-from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel
-
-_COMPARED = 2**20  # elements at a time
+from megatron.conversion.portable import ConversionError, LazyTensor, PortableModel, parts_of
 
 
 def read_megatron(
@@ -131,9 +129,9 @@ def _main_weight(main: LazyTensor, rounded: LazyTensor, what: str) -> LazyTensor
 
 
 def _is_rounding(rounded: Tensor, value: Tensor) -> bool:
-    """Whether one is the other in its own type. Some elements at a time: all at once would take several tensors."""
+    """Whether one is the other in its own type."""
     limits = torch.finfo(rounded.dtype)
-    for near, exact in zip(torch.split(rounded.flatten(), _COMPARED), torch.split(value.flatten(), _COMPARED)):
+    for near, exact in zip(parts_of(rounded), parts_of(value)):
         near = near.to(exact.dtype)
         is_near = (exact - near).abs() <= limits.eps * exact.abs() + limits.tiny
         if not (is_near | (exact == near) | (exact.isnan() & near.isnan())).all():

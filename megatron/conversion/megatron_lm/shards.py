@@ -25,6 +25,7 @@ from megatron.conversion.megatron_lm.names import (
 )
 from megatron.conversion.megatron_lm.pickles import StridedTensor
 from megatron.conversion.portable import (
+    AT_ONCE,
     ConversionError,
     LazyTensor,
     global_shapes,
@@ -35,7 +36,6 @@ from megatron.conversion.portable import (
 # A model chunk of one rank: by kind ("model", "optimizer.exp_avg", …) and then by name, with layers counted from 0.
 ChunkTensors = Mapping[str, Mapping[str, LazyTensor]]
 
-_COMPARED = 2**22  # elements of a copy in memory
 _ROWS = (*OF_VOCABULARY, "self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
 _GATED_ROWS = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
 _COLUMNS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
@@ -78,7 +78,8 @@ def merged(key: str, parts: Sequence[LazyTensor], *, gated: bool) -> LazyTensor:
             _read_blocks(part, [place[rank] for place in places], dim)
         return whole
 
-    return LazyTensor(shape=shape, dtype=first.dtype, read=read)
+    sources = dict.fromkeys(part.source for part in parts)
+    return LazyTensor(shape=shape, dtype=first.dtype, read=read, source=" and ".join(sources))
 
 
 def _same_on_all(key: str, parts: Sequence[LazyTensor]) -> LazyTensor:
@@ -138,7 +139,7 @@ def _difference(values: Tensor, other: LazyTensor) -> float:
     """The largest one from another tensor of the same shape, of which a part is in memory if it is stored as it is."""
     if not isinstance(other, StridedTensor) or not other.shape:
         return largest_difference(values, other.read())
-    rows = max(1, _COMPARED // max(1, math.prod(other.shape[1:])))
+    rows = max(1, AT_ONCE // max(1, math.prod(other.shape[1:])))
     boxes = [
         Box(offset=(first, *(0,) * (len(other.shape) - 1)), shape=(min(rows, other.shape[0] - first), *other.shape[1:]))
         for first in range(0, other.shape[0], rows)
