@@ -113,7 +113,7 @@ def watched(model: PortableModel, bar: tqdm[Any], wrong: list[str]) -> PortableM
                     wrong.append(f"{key} holds {count}" + (f", read from {lazy.source}" if lazy.source else ""))
             return values
 
-        return LazyTensor(shape=lazy.shape, dtype=lazy.dtype, read=read_it)
+        return LazyTensor(shape=lazy.shape, dtype=lazy.dtype, read=read_it, source=lazy.source)
 
     return replace(model, tensors={key: watch(key, lazy) for key, lazy in model.tensors.items()})
 
@@ -192,7 +192,7 @@ def main() -> None:
     for comparison in comparisons:
         say(f"self-check: {comparison}")
     for comparison in comparisons:
-        if not comparison.says_something:
+        if not comparison.is_conclusive:
             raise UserError(
                 f"{options.output} is written, and the self-check cannot say that it is right: {comparison}"
             )

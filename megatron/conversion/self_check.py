@@ -88,14 +88,14 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        return self.says_something and math.isfinite(self.difference) and self.difference <= self.bound * self.scale
+        return self.is_conclusive and math.isfinite(self.difference) and self.difference <= self.bound * self.scale
 
     @property
-    def says_something(self) -> bool:
+    def is_conclusive(self) -> bool:
         return self.left_out < self.count
 
     def __str__(self) -> str:
-        if not self.says_something:
+        if not self.is_conclusive:
             return f"none of the {self.count:,} {self.what} of either is a finite number, and nothing is compared"
         beside = f"; {self.left_out:,} of {self.count:,} are no finite numbers in both" if self.left_out else ""
         return (

@@ -33,7 +33,7 @@ from megatron.conversion.self_check import (
 from tests.conversion.models import batch, built, made, save, save_tensors
 from tests.conversion.models import logits_of as hugging_face_logits
 from tests.helpers.numerics import assert_bitwise, assert_parity, assert_reference
-from tests.helpers.tools import names, run
+from tests.helpers.tools import names, names_of_tool, run
 
 CONVERTER = "convert_checkpoint"
 
@@ -122,7 +122,7 @@ def test_what_is_no_finite_number_on_both_sides_is_no_difference() -> None:
         other[place] = value
         assert not compare(one, other, 1e-4).agrees, place
     nothing = compare(one[:, 1:2][:1], one[:, 1:2][:1], 1e-4)
-    assert not nothing.agrees and not nothing.says_something
+    assert not nothing.agrees and not nothing.is_conclusive
     assert str(nothing) == "none of the 1 logits of either is a finite number, and nothing is compared"
 
 
@@ -139,6 +139,15 @@ def test_numbers_that_are_not_finite_are_counted_by_tensor_and_place(tmp_path: P
         ("decoder.final_layernorm.bias", "1 infinite", "transformer.ln_f.bias"),
     ):
         assert f"  model.{ours} holds {count}, read from {name} of {folder / 'model.safetensors'}\n" in said
+
+
+def test_a_tensor_on_its_way_says_where_it_is_from(tmp_path: Path) -> None:
+    model = read_hugging_face(save(made("gpt2"), tmp_path / "theirs"))
+    sources = {key: lazy.source for key, lazy in model.tensors.items()}
+    assert all(sources.values())
+    watched = names_of_tool(CONVERTER)["watched"](model, None, [])  # no tensor is read, so that no bar moves
+    for each in (watched, in_dtype(model, torch.bfloat16)):
+        assert {key: lazy.source for key, lazy in each.tensors.items()} == sources
 
 
 # The tokens are a pipe: the process that computes a side waits for them, until somebody writes.
