@@ -128,7 +128,7 @@ class Family:
                 raise given.refusal(keys[name], value, f"must be from {least} to 10^9")
         model = TransformerConfig(**fields)
         if problems := section_problems(model):
-            raise given.problems([_in_words_of(keys, problem) for problem in problems])
+            raise given.refusals([_in_words_of(keys, problem) for problem in problems])
         return HuggingFaceConfig(model=model, bert=bert, vocab_size=vocab_size, seq_length=seq_length)
 
     def write(self, config: HuggingFaceConfig) -> dict[str, Any]:

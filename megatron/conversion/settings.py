@@ -58,7 +58,7 @@ class ConfigJson:
     def refusal(self, key: str, value: object, rule: str) -> ConversionError:
         return ConversionError(f"{self._source}: {key} {_shown(value)} {rule}")
 
-    def problems(self, texts: Sequence[str]) -> ConversionError:
+    def refusals(self, texts: Sequence[str]) -> ConversionError:
         """What is wrong with values in it."""
         return ConversionError(
             f"{self._source}: {texts[0]}" if len(texts) == 1 else f"{self._source}:\n{listing(texts)}"
