@@ -133,6 +133,13 @@ class TokenizerConfig:
     )
     null_tokenizer_pad_id: int = field(default=-1, metadata=flag("Padding id of NullTokenizer; -1: none.", at_least=-1))
 
+    @property
+    def shown(self) -> str:
+        """For messages, the flags of its files, or of its type where it has none."""
+        paths = {field: getattr(self, field) for field in TOKENIZER_FILES}
+        files = " ".join(f"{flag_name(field)} {path}" for field, path in paths.items() if path is not None)
+        return files or f"--tokenizer-type {self.tokenizer_type}"
+
     def problems(self) -> Iterator[Problem]:
         """What is wrong within this section, files aside."""
         needs = _NEEDS[self.tokenizer_type]

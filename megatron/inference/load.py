@@ -18,7 +18,7 @@ from megatron.config.options import flag_name, section_options
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import pipeline_layout
 from megatron.config.problems import ConfigError, UserError, counted
-from megatron.config.tokenizer import SIZED_TYPES, TOKENIZER_FILES, TokenizerConfig
+from megatron.config.tokenizer import SIZED_TYPES, TokenizerConfig
 from megatron.config.transformer import TransformerConfig
 from megatron.core.comm_group import CommGroup
 from megatron.core.tensor_parallel.placement import Placement
@@ -176,9 +176,7 @@ def _check_vocabulary(config: MegatronConfig, tokenizer: Tokenizer, checkpoint: 
     rows = config.model_vocab_size(tokenizer.vocab_size)
     if embedding is None or (embedding.shape[0] == rows and tokenizer.vocab_size <= rows):
         return
-    paths = {field: getattr(config.tokenizer, field) for field in TOKENIZER_FILES}
-    shown = " ".join(f"{flag_name(field)} {path}" for field, path in paths.items() if path is not None)
     raise UserError(
-        f"{shown or config.tokenizer.tokenizer_type}: the tokenizer has {counted(tokenizer.vocab_size, 'token')}, and "
+        f"{config.tokenizer.shown}: the tokenizer has {counted(tokenizer.vocab_size, 'token')}, and "
         f"the model was trained with {embedding.shape[0]:,}; give the tokenizer of the training"
     )

@@ -226,8 +226,14 @@ def huggingface_tokenizer(path: str | Path, *, include_special_tokens: bool = Tr
         eod_error=eod_error,
         source=f"--tokenizer-model {file}",
         include_special_tokens=include_special_tokens,
-        fingerprint=digest("tokenizers", content, *(part for pair in sorted(beside.items()) for part in pair)),
+        fingerprint=digest("tokenizers", _meaning(content), json.dumps(special, sort_keys=True)),
     )
+
+
+def _meaning(tokenizer_json: bytes) -> str:
+    """What decides about ids: neither white space nor how texts were once cut or filled to a length."""
+    content = json.loads(tokenizer_json)
+    return json.dumps({key: content[key] for key in content if key not in ("padding", "truncation")}, sort_keys=True)
 
 
 def _declared_special_tokens(folder: Path, files: Mapping[str, bytes]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from megatron.config.megatron_config import Difference, MegatronConfig, differen
 from megatron.config.problems import UserError
 from megatron.core.shard import NamedTensor
 from megatron.optimizer.param_scheduler import SCHEDULE_FLAGS
-from megatron.tokenizer.kept_files import TOKENIZER_FOLDER, files_of
+from megatron.tokenizer.kept_files import TOKENIZER_FOLDER
 from megatron.training.initialize import MegatronContext
 from megatron.training.progress import Progress
 from megatron.training.run import Run
@@ -31,7 +31,7 @@ def kept_of(run: Run) -> tuple[list[NamedTensor], dict[str, Any]]:
         "config": config.to_dict(),
         "progress": run.progress.state_dict(),
         "scheduler": run.scheduler.state_dict(),
-        "tokenizer": run.tokenizer,
+        "tokenizer_fingerprint": run.tokenizer_fingerprint,
         "training_data": [
             {"prefix": source.prefix, "fingerprint": source.fingerprint, "content": source.content}
             for source in run.loaders.sources
@@ -158,15 +158,13 @@ def _check_data(run: Run, checkpoint: Checkpoint) -> None:
 
 def _check_tokenizer(run: Run, checkpoint: Checkpoint) -> None:
     """Refuse another tokenizer, whose ids mean other tokens. Versions to 0.1 and converted trainings name none."""
-    saved = checkpoint.metadata.get("tokenizer", run.tokenizer)
-    if saved != run.tokenizer:
-        config = run.config.tokenizer
+    saved = checkpoint.metadata.get("tokenizer_fingerprint", run.tokenizer_fingerprint)
+    if saved != run.tokenizer_fingerprint:
         kept = checkpoint.folder.parent / TOKENIZER_FOLDER
         works = f"give that one, of which {kept} has a copy" if kept.is_dir() else "give that one"
         raise CheckpointError(
-            f"{checkpoint.folder} can not be resumed with another tokenizer than that of its training: "
-            f"{' '.join(map(str, files_of(config).values())) or config.tokenizer_type} is not what it was trained "
-            f"with; {works}; --finetune takes only the weights and allows another one"
+            f"{checkpoint.folder} can not be resumed with another tokenizer than that of its training, which "
+            f"{run.config.tokenizer.shown} is; {works}; --finetune takes only the weights and allows another one"
         )
 
 

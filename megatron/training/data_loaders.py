@@ -94,7 +94,7 @@ def build_loaders(
     if counts.train:
         progress.train_blocks = list(counts.train)
     datasets = provider(context, vocabulary, counts)
-    for line in _other_tokenizers(datasets.sources, vocabulary.tokenizer) if state.rank == 0 else ():
+    for line in _other_tokenizers(datasets.sources, vocabulary.tokenizer) if context.reports else ():
         context.say(f"warning: {line}")
 
     def loader(dataset: SampleDataset[Any], order: SampleOrder) -> Loader:

@@ -157,7 +157,7 @@ def _build_run(
         batch_sizes=batch_sizes,
         plans=plan_builder(config, layout),
         loaders=loaders,
-        tokenizer=vocabulary.tokenizer.fingerprint(),
+        tokenizer_fingerprint=vocabulary.tokenizer.fingerprint(),
         train_iters=train_iters,
         flops_per_sample=flops_per_sample(chunks[0].module, config.data.seq_length),
         timers=Timers(

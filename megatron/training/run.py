@@ -89,11 +89,7 @@ ForwardStep = Callable[[Any, nn.Module, Tensor | None, DropoutStream | None], Te
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything of a run on this rank. Only `progress` and `stop_reason` change while it trains.
-
-    Attributes:
-        tokenizer: its fingerprint.
-    """
+    """Everything of a run on this rank. Only `progress` and `stop_reason` change while it trains."""
 
     context: MegatronContext
     chunks: Sequence[DistributedDataParallel]
@@ -104,7 +100,7 @@ class Run:
     batch_sizes: BatchSizeSchedule
     plans: Callable[[int, bool], Plan]
     loaders: Loaders
-    tokenizer: str
+    tokenizer_fingerprint: str
     train_iters: int
     flops_per_sample: float | None
     timers: Timers

@@ -17,7 +17,7 @@ from megatron.core.agreement import agree
 from megatron.core.file_lock import FileLock, NoLocksError, holder_of, try_lock
 from megatron.core.whole_file import make_folder
 from megatron.tokenizer.build import build_tokenizer
-from megatron.tokenizer.kept_files import TOKENIZER_FOLDER, files_of, keep_files, kept_in
+from megatron.tokenizer.kept_files import TOKENIZER_FOLDER, keep_files, kept_in
 from megatron.training.initialize import MegatronContext
 
 LOCK_FILE = ".lock"
@@ -98,7 +98,7 @@ class SaveFolder:
         if stays and build_tokenizer(kept).fingerprint() != build_tokenizer(config).fingerprint():
             raise CheckpointError(
                 f"the checkpoints here are used with the tokenizer in {folder}, and "
-                f"{' '.join(map(str, files_of(config).values()))} is another one; give that one, or --finetune with "
+                f"{config.shown} is another one; give that one, or --finetune with "
                 "another --save folder"
             )
         if copies:

@@ -367,9 +367,9 @@ def test_the_datasets_of_a_blend_are_built_at_the_same_time_and_stay_in_order(tm
     meeting = threading.Barrier(3)
 
     class Waits(IndexedDataset):
-        def __init__(self, prefix: str, mmap: bool) -> None:
+        def __init__(self, prefix: str, **reading: bool) -> None:
             meeting.wait(timeout=60)
-            super().__init__(prefix, mmap=mmap)
+            super().__init__(prefix, **reading)
 
     one = build(tmp_path / "one", data_path=words, split="1", num_samples=(30, 0, 0))[0]
     with pytest.MonkeyPatch.context() as patch:

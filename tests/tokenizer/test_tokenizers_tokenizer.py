@@ -165,6 +165,22 @@ def test_tokenizer_config_has_the_last_word(tmp_path: Path) -> None:
     assert huggingface_tokenizer(folder).eod == 2
 
 
+def test_what_says_nothing_of_ids_takes_no_part_in_the_fingerprint(tmp_path: Path) -> None:
+    words = ("<unk>", "<a>", "<b>")
+    tokenizer = huggingface_tokenizer(write_words(tmp_path, *words, tokenizer_config={"eos_token": "<b>"}))
+    config = {"eos_token": "<b>", "chat_template": "{{ messages }}", "model_max_length": 7}
+    folder = write_words(tmp_path, *words, tokenizer_config=config)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    cut = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps({**content, "truncation": cut}, indent=7))
+    assert huggingface_tokenizer(folder).fingerprint() == tokenizer.fingerprint()
+    for other in ((*words, "<c>"), ("<unk>", "<b>", "<a>")):
+        of_other = huggingface_tokenizer(write_words(tmp_path, *other, tokenizer_config={"eos_token": "<b>"}))
+        assert of_other.fingerprint() != tokenizer.fingerprint()
+    of_other = huggingface_tokenizer(write_words(tmp_path, *words, tokenizer_config={"eos_token": "<a>"}))
+    assert of_other.fingerprint() != tokenizer.fingerprint()
+
+
 def test_a_bare_file_with_one_usual_end_token_needs_no_word(tmp_path: Path) -> None:
     folder = write_words(tmp_path, "<unk>", "hello", "</s>")
     tokenizer = huggingface_tokenizer(folder / "tokenizer.json")
