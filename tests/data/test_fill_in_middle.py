@@ -21,11 +21,13 @@ from megatron.config import parse_arguments
 from megatron.config.data import DataConfig
 from megatron.config.problems import UserError
 from megatron.data.fill_in_middle import FillInTheMiddleDataset, MiddleMover
-from megatron.tokenizer.plain_tokenizers import ByteTokenizer
+from megatron.tokenizer.plain_tokenizers import ByteTokenizer, NullTokenizer
 from megatron.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.tokenizer.tokenizers_tokenizer import TokenizersTokenizer, huggingface_tokenizer
 from megatron.training.data_loaders import Datasets, SampleCounts
-from megatron.training.gpt import gpt_datasets, middle_mover, ordinary_marks
+from megatron.training.fill_in_middle import middle_mover, ordinary_marks
+from megatron.training.gpt import gpt_datasets
 from megatron.training.setup import build_vocabulary
 from tests.data.corpora import write_corpus
 from tests.helpers.tiny import TINY_GPT, context_of_rank
@@ -184,8 +186,13 @@ def test_a_token_that_the_vocabulary_lacks_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         mover(tokenizer, **changed)
-    with pytest.raises(UserError, match="--fim-prefix-token <fim_prefix>: the vocabulary of --tokenizer-type Byte"):
-        middle_mover(DataConfig(seq_length=8, fim_data=True), ByteTokenizer())
+
+
+@pytest.mark.parametrize("nameless", [ByteTokenizer(), NullTokenizer(9)], ids=lambda tokenizer: tokenizer.name)
+def test_a_tokenizer_whose_tokens_have_no_names_is_refused(nameless: Tokenizer) -> None:
+    needed = f"--fim-prefix-token <fim_prefix>: the vocabulary of --tokenizer-type {nameless.name}.*--fim-data needs it"
+    with pytest.raises(UserError, match=needed):
+        middle_mover(DataConfig(seq_length=8, fim_data=True), nameless)
 
 
 def test_marks_that_ordinary_text_gives_are_named_and_taken(tokenizer: TokenizersTokenizer) -> None:
@@ -243,7 +250,7 @@ def test_padding_is_of_its_own_id_and_counts_for_nothing_by_its_place(
         ({"fim_pad_token": END}, "--fim-pad-token and --fim-eod-token are one token"),
         ({"fim_eod_token": "<fim_pad>"}, "--fim-pad-token and --fim-eod-token are one token"),
         ({"fim_split_sample": "<fim_pad>", "fim_fragment_rate": 0.5}, "--fim-pad-token and --fim-split-sample"),
-        ({"fim_split_sample": END, "fim_fragment_rate": 0.5}, "--fim-eod-token and --fim-split-sample are one token"),
+        ({"fim_split_sample": END, "fim_fragment_rate": 0.5}, "--fim-split-sample and --fim-eod-token are one token"),
         ({"fim_eod_token": "b", "fim_suffix_token": END}, "--fim-suffix-token and the tokenizer's end of a document"),
     ],
 )

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig
+from megatron.config.problems import UserError
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.tokenizer.build import build_tokenizer
-from megatron.training.gpt import middle_mover, ordinary_marks
+from megatron.training.fill_in_middle import middle_mover, ordinary_marks
 from tests.helpers.datasets import write_lines
-from tests.helpers.tools import names, run
+from tests.helpers.tools import names, names_of_tool, run
 
 SENTENCES = [
     "The cat sat on the mat, and the dog sat on the log.",
@@ -170,6 +171,39 @@ def test_what_can_be_no_special_token_is_refused(
     said = train(tmp_path / "t", corpus, kind, size, "--special-tokens", *tokens, status=2)
     assert re.search(message, said)
     assert names(tmp_path) == ["c.jsonl"]
+
+
+class Symbols:
+    """A vocabulary of one token: what encodes to its id, and what that is decoded to."""
+
+    continues_word = None
+
+    def __init__(self, given: str, back: str) -> None:
+        self.given, self.back = given, back
+
+    def token_id(self, token: str) -> int:
+        return 0
+
+    def encode(self, text: str) -> list[int]:
+        return [0 if text == self.given else 1]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.back
+
+
+@pytest.mark.parametrize(
+    "given, back, message",
+    [
+        ("<a>", "<a>", "--special-tokens <a>: is given by a text in which it stands"),
+        ("", "", "--special-tokens <a>: comes back as ''"),
+    ],
+)
+def test_a_special_token_that_a_trained_vocabulary_gives_or_hides_is_refused(
+    given: str, back: str, message: str
+) -> None:
+    check = names_of_tool("train_tokenizer")["check"]
+    with pytest.raises(UserError, match=f"^{message}"):
+        check(Symbols(given, back), [], ["<a>"], lossless=False)
 
 
 def test_a_plain_word_of_a_wordpiece_vocabulary_is_named_as_ordinary(tmp_path: Path, corpus: Path) -> None:
