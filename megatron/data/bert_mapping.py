@@ -15,6 +15,7 @@ from megatron.core.kernels.extension import compiled_function
 from megatron.data.index_builder import Allocate, IntArray, builder_threads, in_memory
 
 LONGEST_SENTENCE = 512
+_SPACING = 1 << 16  # samples that a thread is woken for; the result is the same for any
 _UINT32_MAX = np.iinfo(np.uint32).max
 _REFERENCE_COST = "about a minute a million samples of BERT"
 
@@ -59,8 +60,6 @@ def build_bert_mapping(
     documents: IntArray,
     walk: SentenceWalk,
     allocate: Allocate = in_memory,
-    *,
-    spacing: int = 1 << 16,
 ) -> IntArray:
     """The samples in the order in which they are read.
 
@@ -68,7 +67,6 @@ def build_bert_mapping(
         lengths: [n] int32 tokens of each sentence of the file.
         documents: [d + 1] first sentence of each document, then the end of the last one.
         allocate: asked for `mapping`.
-        spacing: samples that a thread is woken for; the result is the same for any.
 
     Returns:
         [samples, 3] uint32 (uint64 where there are more sentences than it counts): first sentence, end, and the tokens
@@ -95,7 +93,7 @@ def build_bert_mapping(
         "requested": walk.at_least,
         "seed": walk.seed,
     }
-    marks = mark(**arguments, spacing=spacing)
+    marks = mark(**arguments, spacing=_SPACING)
     *_, samples = marks[-1]
     rows = allocate("mapping", (samples, 3), dtype)
     build(**arguments, marks=marks, threads=builder_threads(), rows=rows)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from megatron.config.bert import BertConfig
 from megatron.config.data import DataConfig
 from megatron.config.problems import UserError
+from megatron.core.kernels import extension
 from megatron.data.bert_batches import BertCollator
 from megatron.data.bert_dataset import BertDataset, BertSample, build_bert_datasets, cut_pair
 from megatron.data.bert_mapping import SentenceWalk, bert_mapping_reference, build_bert_mapping
@@ -65,6 +66,29 @@ SENTENCES = st.one_of(st.integers(1, 12), st.sampled_from([1, 511, 512, 513, 600
 DOCUMENTS = st.lists(st.lists(SENTENCES, max_size=9), min_size=1, max_size=9)
 
 
+def mapping_on_threads(
+    lengths: np.ndarray, borders: np.ndarray, walk: SentenceWalk, *, spacing: int, threads: int, row_type: str
+) -> np.ndarray:
+    """The compiled walk on more threads than the machine may have cores."""
+    module = extension.load_extension()
+    assert module is not None
+    arguments = {
+        "lengths": lengths,
+        "documents": borders,
+        "sequence_length": walk.sequence_length,
+        "short_every": walk.short_every,
+        "least_sentences": walk.least_sentences,
+        "requested": walk.at_least,
+        "seed": walk.seed,
+    }
+    marks = module.mark_bert_samples(**arguments, spacing=spacing)
+    samples = [samples for _, _, samples in marks]
+    assert all(after - before >= spacing for before, after in itertools.pairwise(samples[:-1])), "but for the last"
+    rows = np.empty((samples[-1], 3), row_type)
+    getattr(module, f"build_bert_mapping_{row_type}")(**arguments, marks=marks, threads=threads, rows=rows)
+    return rows
+
+
 def usable(document: Sequence[int], pairs: bool) -> bool:
     """Whether a document gives samples."""
     if len(document) < (2 if pairs else 1):
@@ -81,6 +105,7 @@ def usable(document: Sequence[int], pairs: bool) -> bool:
     requested=st.sampled_from([None, 1, 30]),
     seed=st.integers(0, 2**32 - 1),
     spacing=st.sampled_from([1, 3, 1 << 16]),
+    threads=st.sampled_from([1, 2, 7]),
 )
 def test_over_an_epoch_every_sentence_of_a_document_that_counts_is_in_one_sample(
     documents: Documents,
@@ -90,6 +115,7 @@ def test_over_an_epoch_every_sentence_of_a_document_that_counts_is_in_one_sample
     requested: int | None,
     seed: int,
     spacing: int,
+    threads: int,
 ) -> None:
     lengths = np.array([length for document in documents for length in document], dtype=np.int32)
     borders = np.cumsum([0, *map(len, documents)])
@@ -97,9 +123,11 @@ def test_over_an_epoch_every_sentence_of_a_document_that_counts_is_in_one_sample
     walk = SentenceWalk(
         sequence_length=sequence_length, short_probability=short, least_sentences=least, requested=requested, seed=seed
     )
-    rows = build_bert_mapping(lengths, borders, walk, spacing=spacing)
+    rows = build_bert_mapping(lengths, borders, walk)
     assert np.array_equal(rows, bert_mapping_reference(lengths, borders, walk))
-    assert np.array_equal(rows, build_bert_mapping(lengths, borders, walk)), "a function of the seed"
+    for row_type in ("uint32", "uint64"):
+        by_threads = mapping_on_threads(lengths, borders, walk, spacing=spacing, threads=threads, row_type=row_type)
+        assert np.array_equal(rows, by_threads), "a function of the seed"
     seen = Counter(sentence for first, end, _ in rows.tolist() for sentence in range(first, end))
     epochs = max(seen.values(), default=0)
     wanted = {
