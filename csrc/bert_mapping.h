@@ -33,8 +33,8 @@ struct BertMark {
   std::int64_t samples;
 };
 
-// Marks at least `spacing` samples apart, the first at the first document and the last behind the last sample; two of
-// them where an epoch has none.
+// Marks at least `spacing` samples apart but for the last, which is behind the last sample; the first is at the first
+// document. Two of them where an epoch has no sample.
 // Throws std::out_of_range for a sentence that does not exist.
 std::vector<BertMark> mark_bert_samples(const Sentences& sentences, std::int64_t spacing);
 
