@@ -36,18 +36,24 @@ def main() -> None:
     options = parser.read()
     files = {field: path for field in TOKENIZER_FILES if (path := getattr(options, field)) is not None}
     opened = open_model(options.load, step=options.ckpt_step, tokenizer_files=files)
+    if opened.config.bert is not None:  # a GPT is refused for what it is
+        check_roles(opened.tokenizer, options.load)
     model = opened.load_bert()
-    for role, token in (("[CLS]", opened.tokenizer.cls), (SEP, opened.tokenizer.sep), (MASK, opened.tokenizer.mask)):
-        if token is None:
-            raise UserError(
-                f"--load {options.load}: its tokenizer, {opened.tokenizer.name}, has no {role}; a model that is "
-                "converted with its vocab.txt beside it has"
-            )
     for text in options.text:
         try:
             print(filled(model, opened, text, top_k=options.top_k))
         except UserError as error:
             raise UserError(f"--text {text!r}: {error}") from None
+
+
+def check_roles(tokenizer: Tokenizer, folder: Path) -> None:
+    """That a text with masks can be put to the model, which is known before its weights are read."""
+    for role, token in (("[CLS]", tokenizer.cls), (SEP, tokenizer.sep), (MASK, tokenizer.mask)):
+        if token is None:
+            raise UserError(
+                f"--load {folder}: its tokenizer, {tokenizer.name}, has no {role}; a model that is converted with its "
+                "vocab.txt beside it has"
+            )
 
 
 @torch.inference_mode()

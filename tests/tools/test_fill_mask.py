@@ -71,8 +71,10 @@ def test_a_gpt_fills_no_mask(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_tokenizer_has_no_mask_fills_none(bert: tuple[Path, BertModel], tmp_path: Path) -> None:
-    """As one that was converted from a folder without a vocabulary."""
+    """As one that was converted from a folder without a vocabulary. It is said before weights are read."""
     copytree(bert[0], tmp_path / "saved")
+    (shard,) = (tmp_path / "saved" / "iter_0000001").glob("shard_*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1000] + bytes(1000))  # damaged, which is found as it is read
     numbers = {"tokenizer_type": "NullTokenizer", "vocab_file": None, "vocab_size": 101}
     rewrite(tmp_path / "saved" / "iter_0000001", lambda metadata: metadata["config"]["tokenizer"].update(numbers))
     said = run("fill_mask", "--load", tmp_path / "saved", "--text", "[MASK] 7", status=2)
