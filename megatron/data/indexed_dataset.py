@@ -262,20 +262,21 @@ class IndexedDataset:
                 f"tokens {offset} to {offset + length} of sequence {index} of {self.prefix}, which has {available}"
             )
         begin = int(self.pointers[index]) + offset * self.dtype.itemsize
+        size = length * self.dtype.itemsize
         if self._map is not None:
-            self._count_mapped(length * self.dtype.itemsize)
-            self._ask_for(begin, length * self.dtype.itemsize)
+            self._count_mapped(size)
             first = begin // self.dtype.itemsize
             tokens = self._map[first : first + length]
         else:
             assert self._file is not None
-            tokens = np.frombuffer(_read_at(self._file.fileno(), length * self.dtype.itemsize, begin), dtype=self.dtype)
+            tokens = np.frombuffer(_read_at(self._file.fileno(), size, begin), dtype=self.dtype)
         if tokens.size != length:
             raise _damaged(self._bin, f"ends within sequence {index}, which {self._idx} places at byte {begin}")
+        self._ask_for(begin, size)
         return tokens
 
     def _ask_for(self, begin: int, size: int) -> None:
-        """Have all pages of a sequence read at once; in random order the system reads one at a time by itself."""
+        """Have all pages of a sequence in the file read at once: in random order the system reads one at a time."""
         first_page = begin - begin % mmap.PAGESIZE
         if self._random_order and self._mapping is not None and begin + size > first_page + mmap.PAGESIZE:
             self._mapping.madvise(mmap.MADV_WILLNEED, first_page, begin + size - first_page)
