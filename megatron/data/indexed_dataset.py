@@ -22,7 +22,7 @@ import os
 import struct
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -225,12 +225,9 @@ class IndexedDataset:
             raise IndexedDatasetError(
                 f"{self.prefix}: holds {self.dtype}, and ids are whole numbers; name a dataset of ids"
             )
-        if vocab_size is None:
-            return
-        for begin, block in self._sampled():
-            first = -begin % self.dtype.itemsize
-            ids = np.frombuffer(block, self.dtype, (len(block) - first) // self.dtype.itemsize, first)
-            check_vocabulary(ids, vocab_size, self.prefix)
+        if vocab_size is not None:
+            _, extremes = self._sampled
+            check_vocabulary(extremes, vocab_size, self.prefix)
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -309,18 +306,23 @@ class IndexedDataset:
 
         So it takes 16 short reads at any size. Another tokenizer or text changes it; a change of single ids need not.
         """
-        checksum = 0
-        for _, block in self._sampled():
-            checksum = zlib.crc32(block, checksum)
+        checksum, _ = self._sampled
         return f"sampled ids {checksum:08x}"
 
-    def _sampled(self) -> Iterator[tuple[int, bytes]]:
-        """Evenly spaced blocks of the file, each with the byte at which it begins."""
-        size = self._bin.stat().st_size
+    @cached_property
+    def _sampled(self) -> tuple[int, TokenArray]:
+        """Of evenly spaced blocks of the file a checksum, and the smallest and the largest id of each."""
+        size, itemsize = self._bin.stat().st_size, self.dtype.itemsize
+        checksum, extremes = 0, []
         with self._bin.open("rb", buffering=0) as file:
             for number in range(_SAMPLED_BLOCKS):
                 begin = number * max(0, size - _SAMPLED_BYTES) // (_SAMPLED_BLOCKS - 1)
-                yield begin, _read_at(file.fileno(), _SAMPLED_BYTES, begin)
+                block = _read_at(file.fileno(), _SAMPLED_BYTES, begin)
+                checksum = zlib.crc32(block, checksum)
+                first = -begin % itemsize  # a block may begin within an id
+                ids = np.frombuffer(block, self.dtype, max(0, len(block) - first) // itemsize, first if block else 0)
+                extremes += [ids.min(), ids.max()] if ids.size else []
+        return checksum, np.array(extremes, dtype=self.dtype)
 
 
 def _read_at(descriptor: int, size: int, begin: int) -> bytes:
