@@ -268,7 +268,7 @@ def sample(files: Sequence[InputFile], key: str, limit: int) -> Iterator[str]:
                 for index, record in enumerate(block.records, start=1):
                     if record.problem:
                         raise UserError(f"{piece.where(count_before(piece) + record.number)}: {record.problem}")
-                    (text,) = map(" ".join, map(parts_of, record.texts))
+                    text = " ".join(parts_of(record.texts[0]))  # of the one key, sentence by sentence perhaps
                     # Keep a text when what is kept lags behind its share, counted to the middle of the text.
                     position = seen + block.size * index / len(block.records)
                     size = len(text.encode())
@@ -284,16 +284,23 @@ def check(tokenizer: Tokenizer, documents: Sequence[str], special_tokens: Sequen
     """Bytes of text a token, after every check of the tokenizer has passed.
 
     Raises:
-        UserError: some text or special token does not come back as it was.
+        UserError: some text or special token does not come back as it was, or a text gives a special token.
     """
     for token in special_tokens:
         token_id = tokenizer.token_id(token)
         back = "" if token_id is None else tokenizer.decode([token_id])
         # What controls a model of SentencePiece does not show in its texts.
-        if token_id is None or back not in (token, ""):
+        if token_id is None or back != ("" if isinstance(tokenizer, SentencePieceTokenizer) else token):
             raise UserError(
                 f"--special-tokens {token}: comes back as {back!r} from this kind of vocabulary; give a name of ASCII "
                 "characters in brackets, such as <fim_prefix>"
+            )
+        # A list of WordPiece has no place for special tokens that are words.
+        is_plain_word = tokenizer.continues_word is not None and token.isalnum()
+        if token_id in tokenizer.encode(token) and not is_plain_word:
+            raise UserError(
+                f"--special-tokens {token}: is given by a text in which it stands; give a name in brackets, such as "
+                "<fim_prefix>"
             )
     if isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.encode(END_OF_DOCUMENT) == [tokenizer.eod]:
         raise UserError(f"the text {END_OF_DOCUMENT} gives the id that ends a document")
