@@ -6,15 +6,18 @@ by the bytes before, the sequences of documents by the sequences before.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.core.whole_file import WholeFile, naming
+from megatron.core.whole_file import WholeFile
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError, bin_path, publish
 
 # The most that Linux moves in one call.
 _CALL_BYTES = 0x7FFFF000
+_ONLY_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def merge_datasets(
@@ -48,7 +51,7 @@ def merge_datasets(
         for dataset in _each(prefixes):
             bytes_before.append(total)
             sequences_before.append(sequences)
-            with naming(bin_path(output)):
+            with _naming(bin_path(dataset.prefix), bin_path(output)):
                 total += _append(bin_path(dataset.prefix), bin_file, copied)
             sequences += len(dataset)
         publish(
@@ -71,6 +74,17 @@ def merge_datasets(
 def _each(prefixes: Sequence[str | Path]) -> Iterator[IndexedDataset]:
     """The datasets one after another: each keeps two files open while it is in use, and there may be thousands."""
     return map(IndexedDataset, prefixes)
+
+
+@contextmanager
+def _naming(source: Path, target: Path) -> Iterator[None]:
+    """Have an error of copying say which file it is about, or both where it may be of either."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(target if error.errno in _ONLY_OF_WRITING else f"copying {source} to {target}")
+        raise
 
 
 def _append(source: Path, target: WholeFile, copied: Callable[[int], object]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import struct
@@ -105,3 +106,21 @@ def test_a_failed_merge_leaves_an_older_dataset_as_it_is(tmp_path: Path, monkeyp
     assert sequences(tmp_path / "merged") == [[[7]]]
     assert len(list(tmp_path.iterdir())) == 6
     assert IndexedDataset(tmp_path / "merged").num_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "named"),
+    [(errno.ENOSPC, "{}/merged.bin"), (errno.EIO, "copying {}/a.bin to {}/merged.bin")],
+)
+def test_an_error_of_copying_names_the_file_it_is_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, named: str
+) -> None:
+    part = write_corpus(tmp_path / "a", [[[1, 2, 3]]])
+
+    def fail(*parts: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "sendfile", fail)
+    with pytest.raises(OSError, match=os.strerror(number)) as raised:
+        merge_datasets([part], tmp_path / "merged")
+    assert raised.value.filename == named.replace("{}", str(tmp_path))
