@@ -24,10 +24,11 @@ from glob import glob
 from pathlib import Path
 
 from command_line import Parser, elapsed, progress, run_tool, say, size_of
-from text_tools import Work, prepare_output, record_path
+from text_tools import Work, prepare_output
 
 from megatron.config.problems import UserError, counted
 from megatron.core.whole_file import whole_file
+from megatron.data.origin import record_path
 
 TOOL = "make_corpus 2"
 STANDARD_LIBRARY_SUFFIXES = (".py", ".txt", ".rst")

@@ -9,15 +9,16 @@ those in folders within it are not. Datasets whose records name different tokeni
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from command_line import Parser, elapsed, progress, run_tool, say, size_of
-from text_tools import Work, prepare_output, recorded_arguments
+from text_tools import SHARDS_ENDING, Work, prepare_output
 
 from megatron.config.problems import UserError, counted
 from megatron.data.indexed_dataset import bin_path, idx_path
 from megatron.data.merging import merge_datasets
+from megatron.data.origin import Origin, origin_of
 
 TOOL = "merge_datasets 1"
 
@@ -45,14 +46,19 @@ def main() -> None:
     outputs = [bin_path(output), idx_path(output)]
     for path in outputs:
         prepare_output(path, flag="--output-prefix")
-    tokenizer = common_tokenizer(prefixes)
-    work = Work(tool=TOOL, arguments=tokenizer, inputs=[bin_path(prefix) for prefix in prefixes], outputs=outputs)
-    inputs_digest = work.inputs_digest() if tokenizer else ""
+    origin = common_origin(prefixes)
+    work = Work(
+        tool=TOOL,
+        arguments=origin.arguments() if origin else {},
+        inputs=[bin_path(prefix) for prefix in prefixes],
+        outputs=outputs,
+    )
+    inputs_digest = work.inputs_digest() if origin else ""
+    work.forget()
     size = sum(bin_path(prefix).stat().st_size for prefix in prefixes if bin_path(prefix).exists())
     with progress(size, "merging", unit="B") as bar:
         merged = merge_datasets(prefixes, output, copied=bar.update)
-    work.record.unlink(missing_ok=True)  # of what stood there before
-    if tokenizer:
+    if origin:
         work.finish(inputs_digest, documents=merged.num_documents, tokens=merged.num_tokens)
     held = f"{counted(merged.num_documents, 'document')}, {counted(merged.num_tokens, 'token')} of {merged.dtype}"
     say(f"{output}: {held} from {counted(len(prefixes), 'dataset')}, {size_of(size)} in {elapsed(started)}")
@@ -77,7 +83,9 @@ def find_prefixes(arguments: Sequence[str]) -> Iterator[Path]:
             raise UserError(f"--input {argument}: holds {name}{here} without {name}{missing}, half of a dataset")
         if not halves[".bin"]:
             raise UserError(f"--input {argument}: the folder holds no dataset, neither .bin nor .idx")
-        within = sorted(file.relative_to(path).with_suffix("") for file in path.glob("*/**/*.idx"))
+        below = (file.relative_to(path).with_suffix("") for file in path.glob("*/**/*.idx"))
+        # Shards of a run that waits to go on are no datasets.
+        within = sorted(name for name in below if not any(part.endswith(SHARDS_ENDING) for part in name.parts[:-1]))
         if within:
             say(
                 f"{argument}: {counted(len(within), 'dataset')} in folders within it left out, the first is {within[0]}"
@@ -85,29 +93,26 @@ def find_prefixes(arguments: Sequence[str]) -> Iterator[Path]:
         yield from (path / name for name in sorted(halves[".bin"]))
 
 
-def common_tokenizer(prefixes: Sequence[Path]) -> dict[str, str]:
-    """Type and digest of the tokenizer that the records of all datasets name; none where one has no record.
+def common_origin(prefixes: Sequence[Path]) -> Origin | None:
+    """The tokenizer that the records of all datasets name; None where one has no record.
 
     Raises:
-        UserError: two records name different ones.
+        UserError: two records name different ones. One tokenizer may go by several types.
     """
-    named: dict[Path, dict[str, str]] = {}
-    for prefix in prefixes:
-        recorded = recorded_arguments(bin_path(prefix))
-        if "tokenizer" in recorded:
-            named[prefix] = {key: str(recorded.get(key)) for key in ("tokenizer_type", "tokenizer")}
-    first = next(iter(named), None)
-    for prefix, tokenizer in named.items():
-        if first is not None and tokenizer != named[first]:
+    origins = {prefix: origin_of(prefix) for prefix in prefixes}
+    named = [(prefix, origin) for prefix, origin in origins.items() if origin is not None]
+    for prefix, origin in named:
+        first, common = named[0]
+        if origin.fingerprint != common.fingerprint:
             raise UserError(
-                f"{first} was made with {shown(named[first])}, {prefix} with {shown(tokenizer)}: the ids of one are "
-                "not those of the other"
+                f"--input {first} and {prefix}: made with different tokenizers ({shown(common)}, {shown(origin)}); "
+                "merge those of one tokenizer, or tokenize again"
             )
-    return named[first] if first is not None and len(named) == len(set(prefixes)) else {}
+    return named[0][1] if len(named) == len(origins) else None
 
 
-def shown(tokenizer: Mapping[str, str]) -> str:
-    return f"{tokenizer['tokenizer_type']} ({tokenizer['tokenizer'][:8]})"
+def shown(origin: Origin) -> str:
+    return f"{origin.tokenizer_type} {origin.fingerprint[:8]}"
 
 
 if __name__ == "__main__":

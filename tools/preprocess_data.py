@@ -37,7 +37,7 @@ from preprocess.shards import (
     shard_group,
 )
 from preprocess.workers import Job, make_shards
-from text_tools import Work, prepare_output
+from text_tools import SHARDS_ENDING, Work, prepare_output
 from tokenizer_flags import add_tokenizer_flags, named_tokenizer
 
 from megatron.config.problems import UserError, counted
@@ -45,6 +45,7 @@ from megatron.core.file_lock import NoLocksError, holder_of, try_lock
 from megatron.core.whole_file import whole_file
 from megatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
 from megatron.data.merging import merge_datasets
+from megatron.data.origin import Origin
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.tokenizers_tokenizer import TokenizersTokenizer
 
@@ -121,8 +122,7 @@ def main() -> None:
         "append_eod": arguments.append_eod,
         "split_sentences": arguments.split_sentences,
         "keep_newlines": arguments.keep_newlines,
-        "tokenizer_type": tokenizer.name,
-        "tokenizer": tokenizer.fingerprint(),
+        **Origin(tokenizer.name, tokenizer.fingerprint()).arguments(),
         "special_tokens": arguments.tokenizer_hf_include_special_tokens,
     }
     work = Work(
@@ -131,7 +131,7 @@ def main() -> None:
         inputs=[file.path for file in files],
         outputs=outputs,
     )
-    folder, group = Path(f"{arguments.output_prefix}.shards"), shard_group(level, keys)
+    folder, group = Path(f"{arguments.output_prefix}{SHARDS_ENDING}"), shard_group(level, keys)
     if work.skip():
         if folder.is_dir():
             _remove_leftovers(folder, group)

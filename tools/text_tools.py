@@ -19,11 +19,10 @@ from command_line import say
 
 from megatron.config.problems import UserError
 from megatron.core.whole_file import whole_file
+from megatron.data.origin import output_state, record_path
 
-# How much of each end of an output is hashed: enough to notice truncated, appended or swapped files at any
-# size, and a record can be checked in a blink even for terabytes.
-EDGE_BYTES = 1 << 20
-_RECORD = ".done.json"
+# The folder of shards of a dataset that is not whole yet, after its prefix.
+SHARDS_ENDING = ".shards"
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -35,7 +34,8 @@ class Work:
         tool: name of the tool, with a version that is raised when its output changes.
         arguments: everything else the output depends on, as plain JSON.
         inputs: what is read; files are known by name, size and time of change, and are hashed by nobody.
-        outputs: what is written; the record stands beside the first.
+        outputs: what is written; the record stands beside the first, and beside each .bin, as a dataset is moved and
+            read by itself.
     """
 
     tool: str
@@ -46,6 +46,10 @@ class Work:
     @property
     def record(self) -> Path:
         return record_path(self.outputs[0])
+
+    @property
+    def _records(self) -> list[Path]:
+        return [self.record, *(record_path(path) for path in self.outputs[1:] if path.suffix == ".bin")]
 
     def reason_to_run(self) -> str | None:
         """None when the result is there and complete, else why it must be made."""
@@ -67,12 +71,12 @@ class Work:
         for path in self.outputs:
             if not path.is_file():
                 return f"{path} is not there"
-            if outputs.get(path.name) != _output_state(path):
+            if outputs.get(path.name) != output_state(path):
                 return f"{path} is not the file that was written"
         return None
 
     def skip(self) -> bool:
-        """True, with a line, when there is nothing to do; otherwise the record, now untrue, is removed."""
+        """True, with a line, when there is nothing to do; otherwise the records, now untrue, are removed."""
         reason = self.reason_to_run()
         names = ", ".join(str(path) for path in self.outputs)
         if reason is None:
@@ -80,43 +84,29 @@ class Work:
             return True
         if self.record.exists():
             say(f"{names}: made again, {reason}")
-            self.record.unlink()
+        self.forget()
         return False
 
+    def forget(self) -> None:
+        """Remove the records, before what they tell of is written over."""
+        for record in self._records:
+            record.unlink(missing_ok=True)
+
     def finish(self, inputs_digest: str, **summary: Any) -> None:
-        """Write the record; `inputs_digest` was taken before the input was read."""
+        """Write the records; `inputs_digest` was taken before the input was read."""
         done = {
             "tool": self.tool,
             "arguments": self.arguments,
             "inputs": inputs_digest,
-            "outputs": {path.name: _output_state(path) for path in self.outputs},
+            "outputs": {path.name: output_state(path) for path in self.outputs},
             "summary": summary,
         }
-        with whole_file(self.record) as file:
-            file.write((json.dumps(done, indent=1) + "\n").encode())
+        for record in reversed(self._records):  # the first, by which all are known to be there, comes last
+            with whole_file(record) as file:
+                file.write((json.dumps(done, indent=1) + "\n").encode())
 
     def inputs_digest(self) -> str:
         return _inputs_digest(self.inputs)
-
-
-def record_path(output: Path) -> Path:
-    return output.with_name(output.name + _RECORD)
-
-
-def recorded_arguments(output: Path) -> dict[str, Any]:
-    """Of the run that made an output, by its record; none where there is no record, or the file is another by now."""
-    try:
-        done = json.loads(record_path(output).read_text())
-        if done["outputs"][output.name] == _output_state(output):
-            return dict(done["arguments"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return {}
-
-
-def is_record(path: Path) -> bool:
-    """Whether a file is the record of a tool, and so no text, whatever folder or pattern it is found by."""
-    return path.name.endswith(_RECORD)
 
 
 def _inputs_digest(paths: Sequence[Path]) -> str:
@@ -125,16 +115,6 @@ def _inputs_digest(paths: Sequence[Path]) -> str:
         state = path.stat()
         result.update(json.dumps([path.name, state.st_size, state.st_mtime_ns]).encode())
     return result.hexdigest()
-
-
-def _output_state(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    result = hashlib.sha256()
-    with path.open("rb") as file:
-        result.update(file.read(EDGE_BYTES))
-        file.seek(max(EDGE_BYTES, size - EDGE_BYTES))
-        result.update(file.read(EDGE_BYTES))
-    return {"bytes": size, "edges_sha256": result.hexdigest()}
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -189,10 +169,15 @@ def text_under(record: Mapping[str, Any], key: str) -> str:
     Raises:
         UserError: no such key, or no text under it.
     """
-    if key not in record:
-        keys = ", ".join(map(repr, list(record)[:10])) or "none"
-        raise UserError(f"the record has no key {key!r}; its keys: {keys}")
-    text = record[key]
+    text = value_under(record, key)
     if not isinstance(text, str):
         raise UserError(f"the value of {key!r} is {type(text).__name__}, it must be a string")
     return text
+
+
+def value_under(record: Mapping[str, Any], key: str) -> object:
+    """Raises UserError: the record has no such key."""
+    if key not in record:
+        keys = ", ".join(map(repr, list(record)[:10])) or "none"
+        raise UserError(f"the record has no key {key!r}; its keys: {keys}")
+    return record[key]

@@ -1,15 +1,18 @@
 """Several datasets as one, by the tool as a user starts it."""
 
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron.data.origin import origin_of
 from tests.data.corpora import write_corpus
 from tests.helpers.datasets import documents, same_files, sequences, write_lines
-from tests.helpers.tokenizer_files import FIXTURES
-from tests.helpers.tools import names, run
+from tests.helpers.tokenizer_files import BOTCHAN_MODEL, FIXTURES
+from tests.helpers.tools import Arguments, command, names, names_of_tool, run
 
 PREPROCESS = FIXTURES / "preprocess"
 
@@ -62,10 +65,11 @@ def test_datasets_of_different_tokenizers_are_refused_where_their_records_say_so
     a, b, c = (tmp_path / f"{name}_text_document" for name in "abc")
     for others in ((a, b), (b, c)):
         said = run("merge_datasets", "--input", *others, "--output-prefix", tmp_path / "merged", status=2)
-        assert f"{others[0]} was made with" in said and f"{others[1]} with NullTokenizer" in said
+        assert f"--input {others[0]} and {others[1]}: made with different tokenizers (" in said
+        assert re.search(r", NullTokenizer [0-9a-f]{8}\); merge those of one tokenizer, or tokenize again", said)
     run("merge_datasets", "--input", b, b, "--output-prefix", tmp_path / "merged")
     said = run("merge_datasets", "--input", tmp_path / "merged", a, "--output-prefix", tmp_path / "x", status=2)
-    assert f"{tmp_path / 'merged'} was made with NullTokenizer" in said
+    assert re.search(rf"{tmp_path}/merged and {a}: made with different tokenizers \(NullTokenizer \w+, Byte", said)
     unrecorded = write_corpus(tmp_path / "unrecorded", [[[1]]])
     run("merge_datasets", "--input", b, unrecorded, "--output-prefix", tmp_path / "merged")
     assert not (tmp_path / "merged.bin.done.json").exists()
@@ -73,9 +77,41 @@ def test_datasets_of_different_tokenizers_are_refused_where_their_records_say_so
     run("merge_datasets", "--input", b, c, "--output-prefix", tmp_path / "merged")
 
 
+def test_types_that_are_one_tokenizer_are_merged(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "some words"}])
+    for name in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        words: Arguments = ["--tokenizer-type", name, "--tokenizer-model", BOTCHAN_MODEL]
+        run("preprocess_data", "--input", source, "--output-prefix", tmp_path / "in" / name, *words)
+    run("merge_datasets", "--input", tmp_path / "in", "--output-prefix", tmp_path / "merged")
+    origin = origin_of(tmp_path / "merged")
+    assert origin is not None and origin.tokenizer_type == "GPTSentencePieceTokenizer", "that of the first dataset"
+
+
+def test_a_killed_merge_leaves_no_record_of_other_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [{"text": "a"}])
+    words = ["--tokenizer-type", "ByteTokenizer"]
+    run("preprocess_data", "--input", source, "--output-prefix", tmp_path / "a", *words)
+    merge: Arguments = ["--input", tmp_path / "a_text_document", "--output-prefix", tmp_path / "merged"]
+    run("merge_datasets", *merge)
+    assert (tmp_path / "merged.bin.done.json").exists()
+    main = names_of_tool("merge_datasets")["main"]
+    merge_files = main.__globals__["merge_datasets"]
+
+    def killed(*parts: object, **options: object) -> None:
+        merge_files(*parts, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(main.__globals__, "merge_datasets", killed)
+    monkeypatch.setattr(sys, "argv", command("merge_datasets", *merge)[1:])
+    with pytest.raises(KeyboardInterrupt):
+        main()
+    assert not (tmp_path / "merged.bin.done.json").exists()
+
+
 def test_datasets_in_folders_within_a_folder_are_left_out_with_a_line(tmp_path: Path) -> None:
     (tmp_path / "in" / "sub" / "deep").mkdir(parents=True)
-    for name in ("a", "sub/b", "sub/deep/c"):
+    (tmp_path / "in" / "x.shards").mkdir()  # of a run that waits to go on
+    for name in ("a", "sub/b", "sub/deep/c", "x.shards/d"):
         write_corpus(tmp_path / "in" / name, [[[1]]])
     said = run("merge_datasets", "--input", tmp_path / "in", "--output-prefix", tmp_path / "merged")
     assert f"{tmp_path / 'in'}: 2 datasets in folders within it left out, the first is sub/b" in said

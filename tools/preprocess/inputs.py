@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from command_line import say
-from text_tools import is_record
 
 from megatron.config.problems import UserError, counted
+from megatron.data.origin import is_record
 
 # JSON lines: a document a line. Text: a document a file. Parquet: a document a row.
 Format = Literal["lines", "text", "parquet"]
@@ -63,9 +63,19 @@ def _find(arguments: Iterable[str], flag: str) -> Iterator[InputFile]:
         matches = [path] if path.exists() else _matches(argument)
         files = [file for match in matches for file in _files_of(match, flag)]
         if not files:
-            what = f"the folder holds no file that ends in {ENDINGS}" if path.is_dir() else "there is no such file"
-            raise UserError(f"{flag} {argument}: {what}")
+            raise UserError(f"{flag} {argument}: {_nothing(path, matches)}")
         yield from files
+
+
+def _nothing(path: Path, matches: Sequence[Path]) -> str:
+    """Why what was found under a path or pattern is no input."""
+    if not matches:
+        return "there is no such file"
+    if path.is_dir():
+        return f"the folder holds no file that ends in {ENDINGS}"
+    if any(match.is_dir() for match in matches):
+        return f"matches folders, and no file in them ends in {ENDINGS}"
+    return "names what tools have written down of their files, and no text"
 
 
 def _matches(pattern: str) -> list[Path]:

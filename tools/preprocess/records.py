@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from text_tools import parse_record, text_under
+from text_tools import parse_record, value_under
 
 from megatron.config.problems import UserError
 from megatron.tokenizer.tokenizer import check_text
@@ -169,14 +169,16 @@ def _record(number: int, parse: Callable[[Source], dict[str, Any]], source: Sour
 
 def _text_of(record: dict[str, Any], key: str) -> Text:
     """Raises UserError: no such key, or neither a text nor sentences under it."""
-    sentences = record.get(key)
-    if not isinstance(sentences, list):
-        return text_under(record, key)
-    for number, sentence in enumerate(sentences, start=1):
+    text = value_under(record, key)
+    if isinstance(text, str):
+        return text
+    if not isinstance(text, list):
+        raise UserError(f"the value of {key!r} is {type(text).__name__}, it must be a string or a list of strings")
+    for number, sentence in enumerate(text, start=1):
         if not isinstance(sentence, str):
             kind = type(sentence).__name__
             raise UserError(f"the value of {key!r} has {kind} as its sentence {number}, it must be a string")
-    return sentences
+    return text
 
 
 def parts_of(text: Text) -> list[str]:
