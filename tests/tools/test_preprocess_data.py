@@ -316,7 +316,7 @@ def test_a_long_run_of_equal_bytes_is_not_decompressed_at_once(
 
 BAD_LINES = [
     (b'{"title": "x"}', "the record has no key 'text'; its keys: 'title'"),
-    (b'{"text": null}', "the value of 'text' is NoneType, it must be a string"),
+    (b'{"text": null}', "the value of 'text' is NoneType, it must be a string or a list of strings"),
     (b'["text"]', 'list instead of an object such as {"text": "..."}'),
     (b'{"text": "a"', "not valid JSON: Expecting ',' delimiter at character 14 of the line"),
     (b'{"text": "\xff"}', "byte 11 of the line is not valid UTF-8; convert the file to UTF-8"),
@@ -595,6 +595,19 @@ def test_a_shard_of_a_file_that_changes_as_it_is_read_is_never_finished(
     assert shards.finished(shard, folder) is None
 
 
+def job_of(module: Callable[[str], ModuleType], folder: Path, paths: list[Path]) -> object:
+    files = [module("inputs").InputFile(path=path, format="lines", compression="") for path in paths]
+    return module("workers").Job(
+        shards=module("shards").plan_shards(files, [], "group"),
+        folder=folder,
+        encoder=module("encoder").Encoder(keys=["text"], eod=None, split=None),
+        tokenizer=ByteTokenizer(),
+        fast=None,
+        dtype=np.dtype(np.uint16),
+        keep_going=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("how", "workers", "message"),
     [
@@ -615,23 +628,42 @@ def test_how_a_worker_has_ended_is_said(
     workers: int,
     message: str,
 ) -> None:
-    files = [
-        module("inputs").InputFile(path=large(tmp_path / f"{name}.jsonl", 9), format="lines", compression="")
-        for name in "ab"
-    ]
-    job = module("workers").Job(
-        shards=module("shards").plan_shards(files, [], "group"),
-        folder=tmp_path,
-        encoder=module("encoder").Encoder(keys=["text"], eod=None, split=None),
-        tokenizer=ByteTokenizer(),
-        fast=None,
-        dtype=np.dtype(np.uint16),
-        keep_going=False,
-    )
+    job = job_of(module, tmp_path, [large(tmp_path / f"{name}.jsonl", 9) for name in "ab"])
     monkeypatch.setattr(module("workers"), "make_shard", lambda *parts, **options: os.kill(os.getpid(), how))
     with pytest.raises(UserError) as raised:
         module("workers").make_shards(job, {}, workers=workers)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_cannot_start_is_not_said_to_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Callable[[str], ModuleType], workers: int
+) -> None:
+    def refuse(*parts: object) -> None:
+        raise RuntimeError("no library")
+
+    job = job_of(module, tmp_path, [large(tmp_path / f"{name}.jsonl", 9) for name in "ab"])
+    monkeypatch.setattr(module("workers"), "_start_worker", refuse)
+    with pytest.raises(UserError) as raised:
+        module("workers").make_shards(job, {}, workers=workers)
+    assert str(raised.value) == f"--workers {workers}: a worker could not start, see above"
+
+
+@pytest.mark.parametrize(
+    ("codes", "why"),
+    [
+        ([0, 0], "a worker could not start, see above"),
+        ([-signal.SIGTERM, 0], "a worker could not start, see above"),
+        ([-signal.SIGTERM], "a worker could not start, see above"),
+        ([-signal.SIGTERM, -signal.SIGTERM], "a worker was ended by SIGTERM"),
+        ([-signal.SIGTERM, 1], "a worker has ended with status 1"),
+        ([-signal.SIGTERM, -40], "a worker was ended by signal 40"),
+    ],
+)
+def test_why_workers_are_lost_is_what_the_first_of_them_has_ended_by(
+    module: Callable[[str], ModuleType], codes: list[int], why: str
+) -> None:
+    assert module("workers")._why(codes, 2) == why
 
 
 def test_a_list_of_bad_records_belongs_to_one_dataset(tmp_path: Path) -> None:
@@ -668,6 +700,27 @@ def test_a_folder_that_a_pattern_matches_is_as_one_that_is_named(
         write_lines(tmp_path / name, [{"text": name}])
     files = module("inputs").find_inputs([f"{tmp_path}/{pattern}"], flag="--input")
     assert [str(file.path.relative_to(tmp_path)) for file in files] == found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("z*", "there is no such file"),
+        ("s*", "matches folders, and no file in them ends in .jsonl"),
+        ("*.done.json", "names what tools have written down of their files, and no text"),
+        ("a.jsonl.done.json", "names what tools have written down of their files, and no text"),
+        ("sub", "the folder holds no file that ends in .jsonl"),
+    ],
+)
+def test_what_was_found_and_is_no_input_is_said(
+    tmp_path: Path, module: Callable[[str], ModuleType], pattern: str, why: str
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "notes.md").write_text("")
+    (tmp_path / "a.jsonl.done.json").write_text("{}")
+    with pytest.raises(UserError) as raised:
+        module("inputs").find_inputs([f"{tmp_path}/{pattern}"], flag="--input")
+    assert str(raised.value).startswith(f"--input {tmp_path}/{pattern}: {why}")
 
 
 def test_two_runs_do_not_write_one_dataset(tmp_path: Path) -> None:

@@ -89,14 +89,18 @@ def make_shards(job: Job, made: Mapping[int, ShardRecord], *, workers: int) -> l
         board.set(index, job.shards[index].size, record.documents, sum(record.tokens))
     # Forked, so that each worker has the tokenizers at once; this process itself encodes nothing, as threads of
     # the libraries would be missing in the forks.
+    count = min(workers, len(missing))
     pool = ProcessPoolExecutor(
-        min(workers, len(missing)),
+        count,
         mp_context=multiprocessing.get_context("fork"),
         initializer=_start_worker,
         initargs=(job, board),
     )
-    pool.submit(os.getpid)  # the first task starts them all
-    processes = multiprocessing.active_children()
+    # The library names its processes nowhere. It starts those that are forked all at once, with the first task, so
+    # they are the children that there were not before it.
+    before = multiprocessing.active_children()
+    pool.submit(os.getpid)
+    processes = [process for process in multiprocessing.active_children() if process not in before]
     try:
         use_fast = job.fast is not None and _is_exact(pool)
         futures = {pool.submit(_make_in_worker, index, use_fast): index for index in missing}
@@ -109,21 +113,36 @@ def make_shards(job: Job, made: Mapping[int, ShardRecord], *, workers: int) -> l
         raise UserError(f"{place}: {bad.problem}") from None
     except BrokenProcessPool:
         pool.shutdown(wait=True)  # of all workers it is known then how they have ended
-        raise UserError(f"--workers {workers}: {_why([process.exitcode for process in processes])}") from None
+        raise UserError(f"--workers {workers}: {_why([process.exitcode for process in processes], count)}") from None
     finally:
         board.stop()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _why(codes: Sequence[int | None]) -> str:
-    """How the first of the workers has ended: what is left of them the pool ends by SIGTERM."""
-    code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), -signal.SIGTERM)
+def _why(codes: Sequence[int | None], count: int) -> str:
+    """How the first of `count` workers has ended: what is left of them the pool ends by SIGTERM.
+
+    Args:
+        codes: with which they have ended; without those of workers that were gone before they could be listed.
+    """
+    code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), None)
+    if codes.count(-signal.SIGTERM) == count:
+        code = -signal.SIGTERM
+    if code is None:  # the library has told what it raised, and ended it well
+        return "a worker could not start, see above"
     if code > 0:
         return f"a worker has ended with status {code}"
-    why = f"a worker was ended by {signal.Signals(-code).name}"
+    why = f"a worker was ended by {_name(-code)}"
     if code == -signal.SIGKILL:
-        why += ", most likely for want of memory" + ("; use fewer workers" if len(codes) > 1 else "")
+        why += ", most likely for want of memory" + ("; use fewer workers" if count > 1 else "")
     return why
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of the real-time signals only the first and the last have one
+        return f"signal {number}"
 
 
 def _is_exact(pool: ProcessPoolExecutor) -> bool:
