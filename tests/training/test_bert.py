@@ -137,7 +137,7 @@ def test_a_tokenizer_without_the_tokens_of_bert_is_refused() -> None:
 
 def test_a_batch_without_a_masked_token_is_no_nan(tmp_path: Path) -> None:
     """A share of one token in 45 is none of a shorter sample. Of pairs there is a loss all the same."""
-    few = ("--mask-prob", "0.0223", "--short-seq-prob", "1", "--seed", "8")
+    few = ("--mask-prob", "0.0223", "--short-seq-prob", "1", "--seed", "11")
     steps = ("--train-iters", "2", "--eval-iters", "1", "--eval-interval", "2", "--num-layers", "1")
     run, recorder = trained(*data(tmp_path), *few, *steps)
     assert [(step.applied, step.nan, step.losses) for step in recorder.steps] == [(False, False, {})] * 2
