@@ -144,13 +144,15 @@ def ending() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise Terminated
 
-    signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, end)
     with exiting():
         try:
             yield
         except Terminated:
             print("terminated", file=sys.stderr, flush=True)
             sys.exit(128 + signal.SIGTERM)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def main() -> None:

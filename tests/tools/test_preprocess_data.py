@@ -640,6 +640,7 @@ def test_a_worker_that_cannot_start_is_not_said_to_be_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Callable[[str], ModuleType], workers: int
 ) -> None:
     def refuse(*parts: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a worker does
         raise RuntimeError("no library")
 
     job = job_of(module, tmp_path, [large(tmp_path / f"{name}.jsonl", 9) for name in "ab"])

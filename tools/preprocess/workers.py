@@ -176,6 +176,7 @@ def _start_worker(job: Job, board: Board) -> None:
     global _job, _board
     _job, _board = job, board
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent, which gets it too, says what is to be done
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent does then
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if job.fast is not None:
         job.fast.start_alone()
