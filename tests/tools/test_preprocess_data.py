@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -608,6 +608,18 @@ def job_of(module: Callable[[str], ModuleType], folder: Path, paths: list[Path])
     )
 
 
+@pytest.fixture
+def another_end() -> Iterator[None]:
+    """A process that takes SIGTERM in a way of its own, which its workers are not to have."""
+
+    def end(number: int, frame: object) -> None:
+        raise RuntimeError("of the parent alone")
+
+    before = signal.signal(signal.SIGTERM, end)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize(
     ("how", "workers", "message"),
     [
@@ -620,6 +632,7 @@ def job_of(module: Callable[[str], ModuleType], folder: Path, paths: list[Path])
         ),
     ],
 )
+@pytest.mark.usefixtures("another_end")
 def test_how_a_worker_has_ended_is_said(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
